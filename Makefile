@@ -1,0 +1,46 @@
+# Five commands: demo, test, lint, fuzz, bench. Each sets up what it needs in .venv and target, and is quick when nothing
+# has changed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+TRACE ?= $(wildcard ../shared/data/mooncake_conversation_trace.jsonl)
+RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
+
+.PHONY: demo test lint build clean
+
+demo: build
+	$(BIN)/lockstep-kv demo $(if $(TRACE),--trace "$(TRACE)")
+
+test: build
+	cargo test --quiet --workspace --locked
+	$(BIN)/python -m pytest --timeout 900
+
+lint: build
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --quiet --workspace --no-deps --locked
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest lockstep_kv._core
+
+build: .venv/built
+
+.venv/built: .venv/installed $(RUST_SOURCES)
+	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/maturin develop --release --locked --quiet
+	@touch $@
+
+.venv/installed: requirements.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	@touch $@
+
+clean:
+	rm -rf .venv target
+
+# Pins the newest versions that requirements.in allows.
+.PHONY: lock
+lock:
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --requirement requirements.in
+	(echo '# Pinned by `make lock` from requirements.in.'; build/lock/bin/python -m pip freeze) >requirements.lock

@@ -1,0 +1,176 @@
+//! What a coordinator is made from, and what follows from it once and for all.
+
+use crate::error::{Error, Result};
+use crate::geometry::{GroupSpec, LockstepSet, form_sets};
+use crate::ids::GroupId;
+use crate::pool::MAX_BLOCKS;
+
+/// What a coordinator is made from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CoordinatorConfig {
+    /// The groups.
+    pub groups: Vec<GroupSpec>,
+    /// Blocks in the pool, the null block included.
+    pub num_blocks: u32,
+    /// Ranks in the decode-context-parallel group.
+    pub dcp_world_size: u32,
+    /// Whether prefixes are shared.
+    pub enable_caching: bool,
+    /// Tokens per block hash; `None` = the greatest common divisor of all sets' tokens per block.
+    pub hash_block_tokens: Option<u64>,
+    /// Longest request, in tokens.
+    pub max_model_len: u64,
+    /// Whether a draft model reads the cache. If no group is marked `is_eagle`, all count as marked.
+    pub use_eagle: bool,
+    /// Whether events are noted.
+    pub enable_events: bool,
+}
+
+impl CoordinatorConfig {
+    /// A configuration with prefix sharing, one rank, no draft model and no events.
+    pub fn new(groups: Vec<GroupSpec>, num_blocks: u32, max_model_len: u64) -> Self {
+        Self {
+            groups,
+            num_blocks,
+            dcp_world_size: 1,
+            enable_caching: true,
+            hash_block_tokens: None,
+            max_model_len,
+            use_eagle: false,
+            enable_events: false,
+        }
+    }
+
+    /// Checks everything but whether the groups' kinds are supported and the pool fits in memory.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the value that cannot be used.
+    pub fn validate(&self) -> Result<()> {
+        if self.num_blocks == 0 || self.num_blocks > MAX_BLOCKS {
+            let got = self.num_blocks;
+            return Err(Error::config(format!("num_blocks must be between 1 and {MAX_BLOCKS}, got {got}")));
+        }
+        Geometry::new(self).map(|_| ())
+    }
+}
+
+/// Sets of equal geometry, looked up together: a block is a hit only if all of them have it, and if one is read by a
+/// draft model, all leave their last block.
+#[derive(Clone, Debug)]
+pub(super) struct LookupClass {
+    /// Members, as indices of sets.
+    pub(super) sets: Vec<u32>,
+    pub(super) tokens_per_block: u64,
+    pub(super) drops_last_block: bool,
+}
+
+/// The configuration with everything that follows from it.
+#[derive(Clone, Debug)]
+pub(super) struct Geometry {
+    pub(super) sets: Vec<LockstepSet>,
+    /// Per group: its set.
+    pub(super) set_of_group: Vec<usize>,
+    pub(super) classes: Vec<LookupClass>,
+    /// Per set: its class.
+    pub(super) class_of_set: Vec<usize>,
+    /// Tokens per block hash.
+    pub(super) hash_block_tokens: u64,
+    /// Least common multiple of all sets' tokens per block: hits across sets are multiples of it.
+    pub(super) alignment: u64,
+}
+
+impl Geometry {
+    /// # Errors
+    /// [`Error::Config`] naming the value that cannot be used.
+    pub(super) fn new(config: &CoordinatorConfig) -> Result<Self> {
+        let sets = form_sets(&config.groups, config.dcp_world_size)?;
+        if config.max_model_len == 0 {
+            return Err(Error::config("max_model_len must be at least 1, got 0"));
+        }
+
+        let mut common = 0;
+        let mut alignment = 1_u64;
+        for set in &sets {
+            let span = set.tokens_per_block;
+            common = greatest_common_divisor(common, span);
+            alignment = (alignment / greatest_common_divisor(alignment, span))
+                .checked_mul(span)
+                .ok_or_else(|| Error::config("the least common multiple of the sets' tokens per block overflows"))?;
+        }
+        let hash_block_tokens = config.hash_block_tokens.unwrap_or(common);
+        if hash_block_tokens == 0 || !common.is_multiple_of(hash_block_tokens) {
+            let spans: Vec<_> = sets.iter().map(|set| set.tokens_per_block).collect();
+            return Err(Error::config(format!(
+                "hash_block_tokens must divide the tokens per block of every set {spans:?}, got {hash_block_tokens}"
+            )));
+        }
+
+        let mut set_of_group = vec![0; config.groups.len()];
+        for (at, set) in sets.iter().enumerate() {
+            set.group_ids.iter().for_each(|group| set_of_group[group.0 as usize] = at);
+        }
+        let (classes, class_of_set) = lookup_classes(config, &sets);
+        Ok(Self { sets, set_of_group, classes, class_of_set, hash_block_tokens, alignment })
+    }
+
+    /// Tokens per block of a set.
+    pub(super) fn span(&self, set: usize) -> u64 {
+        self.sets[set].tokens_per_block
+    }
+
+    /// Blocks of a set that `tokens` tokens take up.
+    pub(super) fn blocks_for(&self, set: usize, tokens: u64) -> usize {
+        // Callers keep tokens within max_model_len, whose blocks are bounded by what a row can hold.
+        usize::try_from(tokens.div_ceil(self.span(set))).unwrap_or(usize::MAX)
+    }
+
+    /// Block hashes per block of a set.
+    pub(super) fn hashes_per_block(&self, set: usize) -> usize {
+        usize::try_from(self.span(set) / self.hash_block_tokens).unwrap_or(usize::MAX)
+    }
+}
+
+/// Euclid's algorithm; `(0, n)` gives n.
+fn greatest_common_divisor(mut a: u64, mut b: u64) -> u64 {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
+/// The classes, and the class of each set.
+fn lookup_classes(config: &CoordinatorConfig, sets: &[LockstepSet]) -> (Vec<LookupClass>, Vec<usize>) {
+    let group = |id: &GroupId| &config.groups[id.0 as usize];
+    let all_marked = config.use_eagle && !config.groups.iter().any(|group| group.is_eagle);
+    let mut classes: Vec<LookupClass> = Vec::new();
+    let mut class_of_set = Vec::with_capacity(sets.len());
+    for (number, set) in (0_u32..).zip(sets) {
+        let marked = all_marked || set.group_ids.iter().any(|id| group(id).is_eagle);
+        let same_geometry = |class: &LookupClass| {
+            let other = &sets[class.sets[0] as usize];
+            !set.is_lockstep()
+                && !other.is_lockstep()
+                && set.tokens_per_block == other.tokens_per_block
+                && is_same_geometry(group(&set.group_ids[0]), group(&other.group_ids[0]))
+        };
+        let at = classes.iter().position(same_geometry).unwrap_or(classes.len());
+        if at == classes.len() {
+            let tokens_per_block = set.tokens_per_block;
+            classes.push(LookupClass { sets: Vec::new(), tokens_per_block, drops_last_block: false });
+        }
+        classes[at].sets.push(number);
+        classes[at].drops_last_block |= marked;
+        class_of_set.push(at);
+    }
+    (classes, class_of_set)
+}
+
+/// Whether two groups cache the same kind of pages. As in vLLM the first layer stands for its group.
+fn is_same_geometry(a: &GroupSpec, b: &GroupSpec) -> bool {
+    let page = |group: &GroupSpec| group.layers.first().map(|layer| layer.page_bytes);
+    a.kind == b.kind
+        && a.block_size == b.block_size
+        && a.sliding_window == b.sliding_window
+        && a.attention_chunk_size == b.attention_chunk_size
+        && page(a) == page(b)
+}

@@ -1,0 +1,148 @@
+//! Which of a request's leading tokens are in the pool already, in all sets at once.
+
+use super::Coordinator;
+use crate::error::{Error, Result};
+use crate::groups::full;
+use crate::hash::BlockHashes;
+use crate::ids::{BlockId, GroupId};
+use crate::pool::Generation;
+
+/// A prefix found in the pool. It holds no references: it goes stale when one of its blocks loses its keys, and
+/// using it then is an error.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrefixHit {
+    coordinator: u64,
+    num_tokens: u64,
+    /// One per set.
+    rows: Vec<HitRow>,
+    set_of_group: Vec<usize>,
+    /// The pool's count of losses at the lookup; while it stands, no block can have gone stale.
+    losses: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct HitRow {
+    blocks: Vec<BlockId>,
+    generations: Vec<Generation>,
+}
+
+impl PrefixHit {
+    /// Tokens found; the same for every group.
+    pub fn num_tokens(&self) -> u64 {
+        self.num_tokens
+    }
+
+    /// Number of groups.
+    pub fn num_groups(&self) -> usize {
+        self.set_of_group.len()
+    }
+
+    /// The blocks found for a group, in the order of the tokens; empty if there is no such group.
+    pub fn block_ids(&self, group: GroupId) -> &[BlockId] {
+        self.set_of_group.get(group.0 as usize).map_or(&[], |&set| self.row(set))
+    }
+
+    /// The blocks found for a set.
+    pub(super) fn row(&self, set: usize) -> &[BlockId] {
+        &self.rows[set].blocks
+    }
+}
+
+impl Coordinator {
+    /// Finds the longest prefix of at most `max_tokens` tokens whose blocks all sets have.
+    ///
+    /// `hashes` holds one hash per [`Coordinator::hash_block_tokens`] tokens. As the last token of a prompt must be
+    /// computed to go on from it, callers pass the number of tokens less one.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if one of the hashes that are looked at is not a block hash.
+    pub fn find_longest_hit<H: BlockHashes + ?Sized>(&mut self, hashes: &H, max_tokens: u64) -> Result<PrefixHit> {
+        let mut rows = vec![Vec::new(); self.geometry.sets.len()];
+        let num_tokens =
+            if self.config.enable_caching { self.longest_common(hashes, max_tokens, &mut rows)? } else { 0 };
+        self.lookups += 1;
+        self.lookup_tokens = self.lookup_tokens.saturating_add(max_tokens);
+        self.hit_tokens += num_tokens;
+        let rows = rows.into_iter().map(|blocks| {
+            let generations = blocks.iter().map(|&block| self.pool.generation(block)).collect();
+            HitRow { blocks, generations }
+        });
+        Ok(PrefixHit {
+            coordinator: self.id,
+            num_tokens,
+            rows: rows.collect(),
+            set_of_group: self.geometry.set_of_group.clone(),
+            losses: self.pool.losses(),
+        })
+    }
+
+    /// The longest length that every class accepts. Each class in turn accepts the length so far or lowers it; a lower
+    /// length is offered to all again until none objects.
+    fn longest_common<H: BlockHashes + ?Sized>(
+        &self,
+        hashes: &H,
+        max_tokens: u64,
+        rows: &mut [Vec<BlockId>],
+    ) -> Result<u64> {
+        let geometry = &self.geometry;
+        let hashed_tokens = (hashes.count() as u64).saturating_mul(geometry.hash_block_tokens);
+        let mut found = vec![None; geometry.classes.len()];
+        let mut class_rows = Vec::new();
+        let mut candidate = max_tokens;
+        loop {
+            let mut length = candidate;
+            for (class, found) in geometry.classes.iter().zip(&mut found) {
+                if let Some(tokens) = *found {
+                    // A prefix of a hit is a hit, so one lookup is enough.
+                    length = length.min(tokens);
+                    continue;
+                }
+                // With several groups a class that will drop its last block may match one more, so that the drop lands
+                // on the length offered. A single group matches within the length and drops below it, as vLLM does.
+                let margin =
+                    if class.drops_last_block && self.config.groups.len() > 1 { class.tokens_per_block } else { 0 };
+                let query = full::Query {
+                    pool: &self.pool,
+                    hashes,
+                    hashes_per_block: geometry.hashes_per_block(class.sets[0] as usize),
+                    tokens_per_block: class.tokens_per_block,
+                    max_tokens: if margin > 0 { length.saturating_add(margin).min(hashed_tokens) } else { length },
+                    alignment: geometry.alignment,
+                    drop_last_block: class.drops_last_block,
+                };
+                class_rows.resize_with(class.sets.len(), Vec::new);
+                length = full::find_hit(&query, &class.sets, &mut class_rows)?;
+                *found = Some(length);
+                for (&set, row) in class.sets.iter().zip(&mut class_rows) {
+                    rows[set as usize] = std::mem::take(row);
+                }
+            }
+            if length >= candidate {
+                break;
+            }
+            candidate = length;
+        }
+        for (set, row) in rows.iter_mut().enumerate() {
+            full::trim(std::slice::from_mut(row), candidate, geometry.span(set));
+        }
+        Ok(candidate)
+    }
+
+    /// Refuses a hit that was not found here or has gone stale.
+    pub(super) fn check_fresh(&self, hit: &PrefixHit) -> Result<()> {
+        if hit.coordinator != self.id {
+            return Err(Error::config("the hit was found by another coordinator"));
+        }
+        if hit.losses == self.pool.losses() {
+            return Ok(());
+        }
+        for row in &hit.rows {
+            for (&block, &generation) in row.blocks.iter().zip(&row.generations) {
+                if self.pool.generation(block) != generation {
+                    return Err(Error::StaleHit { block });
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,255 @@
+//! Requests, their rows of blocks, and the operations of a request's life in the order in which they come:
+//! look up, allocate, publish, release.
+
+mod allocate;
+mod config;
+mod events;
+mod lookup;
+mod publish;
+mod release;
+mod requests;
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use hashbrown::HashMap;
+
+pub use allocate::{AllocateRequest, Allocation};
+pub use config::CoordinatorConfig;
+pub use events::Event;
+pub use lookup::PrefixHit;
+
+use crate::audit;
+use crate::error::{Error, Result};
+use crate::geometry::LockstepSet;
+use crate::groups;
+use crate::hash::BlockHash;
+use crate::ids::{BlockId, GroupId};
+use crate::pool::{BlockPool, Key, PoolStats};
+use config::Geometry;
+use requests::Requests;
+
+/// Tells coordinators apart, so that a hit of one is not taken for a hit of another.
+static NEXT_COORDINATOR: AtomicU64 = AtomicU64::new(0);
+
+/// What a coordinator has done since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CoordinatorStats {
+    /// Prefix lookups.
+    pub lookups: u64,
+    /// Tokens that lookups could have hit at most.
+    pub lookup_tokens: u64,
+    /// Tokens that lookups hit.
+    pub hit_tokens: u64,
+    /// Allocations that succeeded.
+    pub allocations: u64,
+    /// Allocations that did not fit.
+    pub refusals: u64,
+    /// What the pool has done.
+    pub pool: PoolStats,
+}
+
+/// Blocks for the requests of one engine, over one pool and any number of lockstep sets.
+#[derive(Debug)]
+pub struct Coordinator {
+    id: u64,
+    config: CoordinatorConfig,
+    geometry: Geometry,
+    pool: BlockPool,
+    requests: Requests,
+    /// Pins per block, beside the references of rows.
+    pins: HashMap<BlockId, u32>,
+    /// Scratch of `allocate`, kept so that it is not made anew for every call.
+    new_from: Vec<usize>,
+    lookups: u64,
+    lookup_tokens: u64,
+    hit_tokens: u64,
+    allocations: u64,
+    refusals: u64,
+}
+
+impl Coordinator {
+    /// A coordinator whose blocks are all free.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the value that cannot be used, a kind that is not supported included.
+    pub fn new(config: CoordinatorConfig) -> Result<Self> {
+        let geometry = Geometry::new(&config)?;
+        groups::check_supported(&config.groups)?;
+        let pool = BlockPool::with_events(config.num_blocks, config.enable_caching, config.enable_events)?;
+        Ok(Self {
+            id: NEXT_COORDINATOR.fetch_add(1, Ordering::Relaxed),
+            config,
+            geometry,
+            pool,
+            requests: Requests::default(),
+            pins: HashMap::new(),
+            new_from: Vec::new(),
+            lookups: 0,
+            lookup_tokens: 0,
+            hit_tokens: 0,
+            allocations: 0,
+            refusals: 0,
+        })
+    }
+
+    /// What the coordinator was made from.
+    pub fn config(&self) -> &CoordinatorConfig {
+        &self.config
+    }
+
+    /// The lockstep sets, in the order of their first groups.
+    pub fn sets(&self) -> &[LockstepSet] {
+        &self.geometry.sets
+    }
+
+    /// The pool. Blocks change hands only through the coordinator.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// Tokens per block hash.
+    pub fn hash_block_tokens(&self) -> u64 {
+        self.geometry.hash_block_tokens
+    }
+
+    /// Share of the blocks in use, between 0 and 1; 0 for a pool of the null block alone.
+    #[allow(clippy::cast_precision_loss, reason = "at most 2^27 blocks")]
+    pub fn usage(&self) -> f64 {
+        let usable = self.pool.num_blocks() - 1;
+        if usable == 0 { 0.0 } else { 1.0 - self.pool.num_free_blocks() as f64 / usable as f64 }
+    }
+
+    /// Number of requests that hold blocks.
+    pub fn num_requests(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// A request's row in the set of this group; null blocks stand where nothing is kept.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`], or [`Error::Config`] if there is no such group.
+    pub fn block_ids(&self, request_id: &str, group: GroupId) -> Result<&[BlockId]> {
+        let request = self.requests.get(request_id)?;
+        Ok(&request.rows[self.set_of(group)?].blocks)
+    }
+
+    /// The block each group would find under this hash; `None` if a group has none.
+    pub fn lookup(&self, hash: &BlockHash) -> Option<Vec<BlockId>> {
+        let find = |&set: &usize| {
+            #[allow(clippy::cast_possible_truncation, reason = "sets are numbered with 32 bits")]
+            self.pool.lookup(&Key::of_block(hash.as_bytes(), set as u32))
+        };
+        self.geometry.set_of_group.iter().map(find).collect()
+    }
+
+    /// The index of the group's set.
+    fn set_of(&self, group: GroupId) -> Result<usize> {
+        self.geometry.set_of_group.get(group.0 as usize).copied().ok_or_else(|| {
+            let groups = self.config.groups.len();
+            Error::config(format!("group {} does not exist: there are {groups} groups", group.0))
+        })
+    }
+
+    /// Adds a pin per occurrence: a pinned block is not handed out, whoever gives it up.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a block does not exist or is the null block.
+    pub fn pin(&mut self, blocks: &[BlockId]) -> Result<()> {
+        self.pool.add_ref(blocks)?;
+        for &block in blocks {
+            *self.pins.entry(block).or_insert(0) += 1;
+        }
+        Ok(())
+    }
+
+    /// Gives back a pin per occurrence.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a block does not exist or is the null block, [`Error::DoubleFree`] if it has fewer pins.
+    pub fn unpin(&mut self, blocks: &[BlockId]) -> Result<()> {
+        for (done, &block) in blocks.iter().enumerate() {
+            let refused = match self.pool.check_real(block) {
+                Ok(()) => match self.pins.get_mut(&block) {
+                    Some(pins) if *pins > 0 => {
+                        *pins -= 1;
+                        continue;
+                    }
+                    _ => {
+                        let times = |blocks: &[BlockId]| blocks.iter().filter(|&&other| other == block).count();
+                        let count = |number| u32::try_from(number).unwrap_or(u32::MAX);
+                        let (asked, held) = (count(times(blocks)), count(times(&blocks[..done])));
+                        Error::DoubleFree { block, asked, held, what: "pins" }
+                    }
+                },
+                Err(error) => error,
+            };
+            for block in &blocks[..done] {
+                self.pins.entry(*block).and_modify(|pins| *pins += 1);
+            }
+            return Err(refused);
+        }
+        for block in blocks {
+            if self.pins.get(block) == Some(&0) {
+                self.pins.remove(block);
+            }
+        }
+        self.pool.release(blocks)
+    }
+
+    /// Forgets the keys of these blocks. References, and the place in the queue, stay as they are.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a block does not exist.
+    pub fn evict(&mut self, blocks: &[BlockId]) -> Result<()> {
+        self.pool.evict(blocks)
+    }
+
+    /// Forgets all keys, if no block is held. Returns whether it did; if not, nothing has changed.
+    pub fn reset_prefix_cache(&mut self) -> bool {
+        self.pool.reset()
+    }
+
+    /// What the coordinator has done so far.
+    pub fn stats(&self) -> CoordinatorStats {
+        CoordinatorStats {
+            lookups: self.lookups,
+            lookup_tokens: self.lookup_tokens,
+            hit_tokens: self.hit_tokens,
+            allocations: self.allocations,
+            refusals: self.refusals,
+            pool: self.pool.stats(),
+        }
+    }
+
+    /// Checks the invariants I1 to I4 over the whole state. Takes time in proportion to the pool and all rows.
+    ///
+    /// # Errors
+    /// [`Error::Invariant`] naming the first that is broken.
+    pub fn audit(&self) -> Result<()> {
+        self.pool.audit()?;
+        let rows = self.requests.iter().flat_map(|(_, request)| request.rows.iter().map(|row| row.blocks.as_slice()));
+        audit::check_references(&self.pool, rows, &self.pins)
+    }
+
+    /// A digest of the state that later calls can observe, counters aside: equal states of one build have equal digests.
+    pub fn state_digest(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.pool.hash_state(&mut hasher);
+        let mut requests: Vec<_> = self.requests.iter().collect();
+        requests.sort_by_key(|(name, _)| *name);
+        requests.hash(&mut hasher);
+        let mut pins: Vec<_> = self.pins.iter().collect();
+        pins.sort();
+        pins.hash(&mut hasher);
+        hasher.finish()
+    }
+
+    /// [`Coordinator::audit`] after every operation, in builds with debug assertions.
+    fn debug_audit(&self) {
+        #[cfg(debug_assertions)]
+        if let Err(error) = self.audit() {
+            debug_assert!(false, "{error}");
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! Making a request's computed blocks findable.
+
+use super::config::Geometry;
+use super::requests::Row;
+use super::{Coordinator, CoordinatorConfig};
+use crate::error::{Error, Result};
+use crate::hash::{BlockHash, BlockHashes};
+use crate::ids::BlockId;
+use crate::pool::events::PoolEvent;
+use crate::pool::{BlockPool, Key};
+
+impl Coordinator {
+    /// Publishes the full blocks of the first `num_tokens` tokens of a request that are not published yet.
+    ///
+    /// With `num_prompt_tokens`, sets whose blocks span several hashes also publish the last whole hash of the prompt if
+    /// it ends inside a block, as vLLM does; the block's full key replaces it later.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`]; [`Error::Config`] if `num_tokens` exceeds the request's slots, if `hashes` are too few
+    /// or if one that is needed is not a block hash.
+    pub fn cache<H: BlockHashes + ?Sized>(
+        &mut self,
+        request_id: &str,
+        hashes: &H,
+        num_tokens: u64,
+        num_prompt_tokens: Option<u64>,
+    ) -> Result<()> {
+        let Self { config, geometry, pool, requests, .. } = self;
+        let request = requests.get_mut(request_id)?;
+        if !config.enable_caching {
+            return Ok(());
+        }
+
+        // All sets are checked before the first is changed.
+        let plan = |set: usize, row: &Row| Plan::new(config, geometry, set, row, num_tokens, num_prompt_tokens);
+        for (set, row) in request.rows.iter().enumerate() {
+            let slots = row.blocks.len() as u64 * geometry.span(set);
+            if num_tokens > slots {
+                return Err(Error::config(format!(
+                    "num_tokens {num_tokens} exceeds the {slots} slots of request {request_id:?}"
+                )));
+            }
+            plan(set, row).check(hashes)?;
+        }
+        for (set, row) in request.rows.iter_mut().enumerate() {
+            plan(set, row).carry_out(request_id, hashes, row, pool)?;
+        }
+        self.debug_audit();
+        Ok(())
+    }
+}
+
+/// What is to be published of one row.
+struct Plan {
+    set: u32,
+    tokens_per_block: u64,
+    hash_block_tokens: u64,
+    hashes_per_block: usize,
+    /// Blocks of the row.
+    first: usize,
+    end: usize,
+    /// Number of hashes up to and including the one that ends inside a block, and that block.
+    tail: Option<(usize, usize)>,
+}
+
+impl Plan {
+    fn new(
+        config: &CoordinatorConfig,
+        geometry: &Geometry,
+        set: usize,
+        row: &Row,
+        num_tokens: u64,
+        num_prompt_tokens: Option<u64>,
+    ) -> Self {
+        let span = geometry.span(set);
+        let hash_block_tokens = geometry.hash_block_tokens;
+        let drops_last_block = geometry.classes[geometry.class_of_set[set]].drops_last_block;
+        // Hits across groups are multiples of the alignment, so blocks behind the last multiple cannot be hit; a draft
+        // model's group needs one more, which its lookups match and drop.
+        let publishable = if config.groups.len() == 1 {
+            num_tokens
+        } else {
+            let aligned = num_tokens - num_tokens % geometry.alignment;
+            if drops_last_block && aligned > 0 { num_tokens.min(aligned + span) } else { aligned }
+        };
+        let tail = num_prompt_tokens.and_then(|prompt| {
+            // A resent prompt can match all its tokens but the last; a draft model's lookup reads them all.
+            let limit = if drops_last_block { prompt } else { prompt.saturating_sub(1) };
+            let end = limit - limit % hash_block_tokens;
+            let inside = !end.is_multiple_of(span) && end <= publishable;
+            let block = usize::try_from(end / span).ok().filter(|&block| inside && block < row.blocks.len())?;
+            Some((usize::try_from(end / hash_block_tokens).ok()?, block))
+        });
+        Self {
+            #[allow(clippy::cast_possible_truncation, reason = "sets are numbered with 32 bits")]
+            set: set as u32,
+            tokens_per_block: span,
+            hash_block_tokens,
+            hashes_per_block: geometry.hashes_per_block(set),
+            first: row.num_published,
+            // Bounded by the row: num_tokens does not exceed its slots.
+            end: usize::try_from(publishable / span).unwrap_or(row.blocks.len()).max(row.num_published),
+            tail,
+        }
+    }
+
+    /// The hash of a block of the row.
+    fn hash<H: BlockHashes + ?Sized>(&self, hashes: &H, block: usize) -> Result<BlockHash> {
+        hashes.get((block + 1) * self.hashes_per_block - 1)
+    }
+
+    /// Refuses hashes that are too few or malformed.
+    fn check<H: BlockHashes + ?Sized>(&self, hashes: &H) -> Result<()> {
+        let for_blocks = if self.first < self.end { self.end * self.hashes_per_block } else { 0 };
+        let needed = self.tail.map_or(for_blocks, |(count, _)| for_blocks.max(count));
+        if needed > hashes.count() {
+            let per = self.hash_block_tokens;
+            return Err(Error::config(format!(
+                "block_hashes holds {} hashes of {per} tokens, but {needed} are needed",
+                hashes.count()
+            )));
+        }
+        for block in self.first.saturating_sub(1)..self.end {
+            self.hash(hashes, block)?;
+        }
+        if let Some((count, _)) = self.tail {
+            for at in count.saturating_sub(2)..count {
+                hashes.get(at)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn carry_out<H: BlockHashes + ?Sized>(
+        &self,
+        request: &str,
+        hashes: &H,
+        row: &mut Row,
+        pool: &mut BlockPool,
+    ) -> Result<()> {
+        if self.first < self.end {
+            let mut keys = Vec::new();
+            for at in self.first..self.end {
+                let block = row.blocks[at];
+                if block.is_null() {
+                    continue;
+                }
+                let key = Key::of_block(self.hash(hashes, at)?.as_bytes(), self.set);
+                replace_key(pool, block, key);
+                if pool.events.enabled() {
+                    keys.push(key);
+                }
+            }
+            let parent = if self.first == 0 { None } else { Some(self.hash(hashes, self.first - 1)?) };
+            pool.events.push(|| PoolEvent::Stored {
+                request: request.into(),
+                keys: keys.into(),
+                parent: parent.map(|hash| hash.as_bytes().into()),
+                start_token: self.first as u64 * self.tokens_per_block,
+                tokens_per_key: self.tokens_per_block,
+            });
+            row.num_published = self.end;
+        }
+        if let Some((count, at)) = self.tail {
+            self.publish_tail(request, hashes, count, row.blocks[at], at < row.num_published, pool)?;
+        }
+        Ok(())
+    }
+
+    /// Publishes a block under the hash of a prefix that ends inside it.
+    fn publish_tail<H: BlockHashes + ?Sized>(
+        &self,
+        request: &str,
+        hashes: &H,
+        count: usize,
+        block: BlockId,
+        block_is_published: bool,
+        pool: &mut BlockPool,
+    ) -> Result<()> {
+        let key = Key::of_block(hashes.get(count - 1)?.as_bytes(), self.set);
+        if block.is_null() || pool.carries(block, &key) {
+            return Ok(());
+        }
+        if block_is_published {
+            pool.insert_key(block, key);
+        } else {
+            replace_key(pool, block, key);
+        }
+        let parent = if count < 2 { None } else { Some(hashes.get(count - 2)?) };
+        pool.events.push(|| PoolEvent::Stored {
+            request: request.into(),
+            keys: Box::new([key]),
+            parent: parent.map(|hash| hash.as_bytes().into()),
+            start_token: (count as u64 - 1) * self.hash_block_tokens,
+            tokens_per_key: self.hash_block_tokens,
+        });
+        Ok(())
+    }
+}
+
+/// Publishes a block under `key` alone: what it was known by so far covers fewer tokens than it holds now.
+fn replace_key(pool: &mut BlockPool, block: BlockId, key: Key) {
+    if pool.has_keys(block) && !pool.carries(block, &key) {
+        pool.forget(block);
+    }
+    pool.insert_key(block, key);
+}

@@ -1,0 +1,83 @@
+//! The requests that hold blocks, by name.
+
+use hashbrown::HashMap;
+
+use crate::error::{Error, Result};
+use crate::ids::BlockId;
+
+/// Finished requests whose buffers are kept for the next ones.
+const SPARE: usize = 64;
+
+/// A request's blocks in one set, in the order of its tokens.
+#[derive(Clone, Debug, Default, Hash)]
+pub(super) struct Row {
+    pub(super) blocks: Vec<BlockId>,
+    /// How many leading blocks need not be published any more.
+    pub(super) num_published: usize,
+}
+
+/// A request: one row per set.
+#[derive(Clone, Debug, Default, Hash)]
+pub(super) struct Request {
+    pub(super) rows: Vec<Row>,
+}
+
+/// All requests.
+#[derive(Debug, Default)]
+pub(super) struct Requests {
+    by_name: HashMap<String, Request>,
+    spare: Vec<Request>,
+}
+
+impl Requests {
+    pub(super) fn len(&self) -> usize {
+        self.by_name.len()
+    }
+
+    pub(super) fn contains(&self, name: &str) -> bool {
+        self.by_name.contains_key(name)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &Request)> {
+        self.by_name.iter().map(|(name, request)| (name.as_str(), request))
+    }
+
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub(super) fn get(&self, name: &str) -> Result<&Request> {
+        self.by_name.get(name).ok_or_else(|| Error::UnknownRequest(name.into()))
+    }
+
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub(super) fn get_mut(&mut self, name: &str) -> Result<&mut Request> {
+        self.by_name.get_mut(name).ok_or_else(|| Error::UnknownRequest(name.into()))
+    }
+
+    /// The request of this name, made with `num_sets` empty rows if it is new.
+    pub(super) fn get_or_insert(&mut self, name: &str, num_sets: usize) -> &mut Request {
+        let Self { by_name, spare } = self;
+        by_name.entry_ref(name).or_insert_with(|| {
+            let mut request = spare.pop().unwrap_or_default();
+            request.rows.resize_with(num_sets, Row::default);
+            request
+        })
+    }
+
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub(super) fn remove(&mut self, name: &str) -> Result<Request> {
+        self.by_name.remove(name).ok_or_else(|| Error::UnknownRequest(name.into()))
+    }
+
+    /// Keeps the buffers of a finished request.
+    pub(super) fn recycle(&mut self, mut request: Request) {
+        if self.spare.len() < SPARE {
+            for row in &mut request.rows {
+                row.blocks.clear();
+                row.num_published = 0;
+            }
+            self.spare.push(request);
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! What happened to keys, in order, for those who mirror the index elsewhere.
+
+use crate::pool::Key;
+
+/// A change of the index, before it is told to each member group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum PoolEvent {
+    /// Consecutive blocks of a request became findable by these keys, all of one set.
+    Stored {
+        /// The request's name.
+        request: Box<str>,
+        /// The keys in the order of the request's tokens.
+        keys: Box<[Key]>,
+        /// Block hash before the first one.
+        parent: Option<Box<[u8]>>,
+        /// First token the keys cover.
+        start_token: u64,
+        /// Tokens per key.
+        tokens_per_key: u64,
+    },
+    /// A key is gone.
+    Removed(Key),
+    /// All keys are gone.
+    Cleared,
+}
+
+/// The events since they were last taken; silent unless switched on.
+#[derive(Clone, Debug)]
+pub(crate) struct EventLog {
+    enabled: bool,
+    queue: Vec<PoolEvent>,
+}
+
+impl EventLog {
+    pub(crate) fn new(enabled: bool) -> Self {
+        Self { enabled, queue: Vec::new() }
+    }
+
+    pub(crate) fn enabled(&self) -> bool {
+        self.enabled
+    }
+
+    /// Notes an event if events are on.
+    #[inline]
+    pub(crate) fn push(&mut self, event: impl FnOnce() -> PoolEvent) {
+        if self.enabled {
+            self.queue.push(event());
+        }
+    }
+
+    /// Hands out and forgets what was noted.
+    pub(crate) fn take(&mut self) -> Vec<PoolEvent> {
+        std::mem::take(&mut self.queue)
+    }
+
+    /// What was noted and not yet taken.
+    pub(crate) fn pending(&self) -> &[PoolEvent] {
+        &self.queue
+    }
+}
