@@ -1,7 +1,7 @@
 """KV-cache blocks for large language models: groups of layers that belong together move in lockstep.
 
-A `Coordinator` decides which blocks a request gets, which of its leading tokens are cached already, and what is evicted.
-`plan_layout` says where the pages of every layer lie. Nothing here imports torch or vLLM; `lockstep_kv.tensors` does.
+A `Coordinator` decides which blocks a request gets, which of its leading tokens are cached already, and what is
+evicted. `plan_layout` says where the pages of every layer lie. Nothing here imports torch or vLLM.
 """
 
 from lockstep_kv._core import (

@@ -1,7 +1,7 @@
 """The Rust core. Import these names from `lockstep_kv`."""
 
 from collections.abc import Sequence
-from typing import Literal, SupportsIndex, final
+from typing import SupportsIndex, final
 
 __version__: str
 
@@ -151,7 +151,7 @@ class CoordinatorConfig:
 
 @final
 class PrefixHit:
-    """A prefix found in the pool. It holds no references; using it after one of its blocks lost its keys is an error."""
+    """A prefix found in the pool. It holds no references, and goes stale when one of its blocks loses its keys."""
 
     @property
     def num_tokens(self) -> int: ...
