@@ -3,10 +3,44 @@
 //! Arguments arrive as plain objects instead of through PyO3's own conversions, so that a wrong type or an integer
 //! that does not fit raises this package's errors and is never truncated.
 
+use std::convert::Infallible;
+
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyList, PyString, PyTuple};
 
 use crate::errors::{config_error, type_error};
+
+/// An argument that has a default other than None: None given is a wrong type, not the default.
+#[derive(Clone, Debug)]
+pub(crate) struct Given<'py>(Option<Bound<'py, PyAny>>);
+
+impl Given<'_> {
+    /// Not given.
+    pub(crate) const NO: Self = Self(None);
+
+    /// A bool, or the default if not given.
+    pub(crate) fn flag(self, name: &str, default: bool) -> PyResult<bool> {
+        self.0.as_ref().map_or(Ok(default), |value| flag(value, name))
+    }
+
+    /// A non-negative integer of at most 64 bits, or the default if not given.
+    pub(crate) fn uint(self, name: &str, default: u64) -> PyResult<u64> {
+        self.0.as_ref().map_or(Ok(default), |value| uint(value, name))
+    }
+
+    /// A non-negative integer of at most 32 bits, or the default if not given.
+    pub(crate) fn uint32(self, name: &str, default: u32) -> PyResult<u32> {
+        self.0.as_ref().map_or(Ok(default), |value| uint32(value, name))
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for Given<'py> {
+    type Error = Infallible;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> Result<Self, Infallible> {
+        Ok(Self(Some(value.to_owned())))
+    }
+}
 
 /// At most this many characters of a value are repeated in an error message.
 const SHOWN: usize = 80;

@@ -5,11 +5,11 @@ use lockstep_kv_core::{BlockId, GroupId};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
-use crate::args::{bytes, flag, text, uint, uint32, wrong_type};
+use crate::args::{Given, bytes, text, uint, uint32, wrong_type};
 use crate::errors::raise;
 use crate::events::list_of_events;
 use crate::geometry::{GroupSpec, groups_of, tuple_of_sets};
-use crate::lists::{HashList, block_ids, list_of_ids, tuple_of_rows};
+use crate::lists::{HashList, ids_of, list_of_ids, tuple_of_rows};
 
 /// What a coordinator is made from.
 ///
@@ -26,28 +26,29 @@ pub(crate) struct CoordinatorConfig(core::CoordinatorConfig);
 #[pymethods]
 impl CoordinatorConfig {
     #[new]
-    #[pyo3(signature = (groups, num_blocks, *, dcp_world_size=None, enable_caching=None, hash_block_tokens=None, max_model_len, use_eagle=None, enable_events=None))]
+    #[pyo3(
+        signature = (groups, num_blocks, *, dcp_world_size=Given::NO, enable_caching=Given::NO, hash_block_tokens=None, max_model_len, use_eagle=Given::NO, enable_events=Given::NO),
+        text_signature = "(groups, num_blocks, *, dcp_world_size=1, enable_caching=True, hash_block_tokens=None, max_model_len, use_eagle=False, enable_events=False)"
+    )]
     fn new(
         groups: &Bound<'_, PyAny>,
         num_blocks: &Bound<'_, PyAny>,
-        dcp_world_size: Option<&Bound<'_, PyAny>>,
-        enable_caching: Option<&Bound<'_, PyAny>>,
+        dcp_world_size: Given<'_>,
+        enable_caching: Given<'_>,
         hash_block_tokens: Option<&Bound<'_, PyAny>>,
         max_model_len: &Bound<'_, PyAny>,
-        use_eagle: Option<&Bound<'_, PyAny>>,
-        enable_events: Option<&Bound<'_, PyAny>>,
+        use_eagle: Given<'_>,
+        enable_events: Given<'_>,
     ) -> PyResult<Self> {
-        let switch =
-            |value: Option<&Bound<'_, PyAny>>, name, default| value.map_or(Ok(default), |value| flag(value, name));
         let config = core::CoordinatorConfig {
             groups: groups_of(groups)?,
             num_blocks: uint32(num_blocks, "num_blocks")?,
-            dcp_world_size: dcp_world_size.map_or(Ok(1), |value| uint32(value, "dcp_world_size"))?,
-            enable_caching: switch(enable_caching, "enable_caching", true)?,
+            dcp_world_size: dcp_world_size.uint32("dcp_world_size", 1)?,
+            enable_caching: enable_caching.flag("enable_caching", true)?,
             hash_block_tokens: hash_block_tokens.map(|value| uint(value, "hash_block_tokens")).transpose()?,
             max_model_len: uint(max_model_len, "max_model_len")?,
-            use_eagle: switch(use_eagle, "use_eagle", false)?,
-            enable_events: switch(enable_events, "enable_events", false)?,
+            use_eagle: use_eagle.flag("use_eagle", false)?,
+            enable_events: enable_events.flag("enable_events", false)?,
         };
         config.validate().map_err(raise)?;
         Ok(Self(config))
@@ -222,15 +223,18 @@ impl Coordinator {
     /// A name that holds no blocks starts a new request; only then may a `hit` and `num_external_tokens` (tokens behind
     /// the hit that an external tier will load) be given. `reserved_blocks` free blocks must be left over. Returns the new
     /// ids per group, those of the hit and of external tokens left out, or None if too few blocks are free.
-    #[pyo3(signature = (request_id, num_tokens, *, hit=None, num_external_tokens=None, reserved_blocks=None))]
+    #[pyo3(
+        signature = (request_id, num_tokens, *, hit=None, num_external_tokens=Given::NO, reserved_blocks=Given::NO),
+        text_signature = "($self, request_id, num_tokens, *, hit=None, num_external_tokens=0, reserved_blocks=0)"
+    )]
     fn allocate<'py>(
         &mut self,
         py: Python<'py>,
         request_id: &Bound<'py, PyAny>,
         num_tokens: &Bound<'py, PyAny>,
         hit: Option<&Bound<'py, PyAny>>,
-        num_external_tokens: Option<&Bound<'py, PyAny>>,
-        reserved_blocks: Option<&Bound<'py, PyAny>>,
+        num_external_tokens: Given<'py>,
+        reserved_blocks: Given<'py>,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let hit = match hit.map(|hit| (hit, hit.cast::<PrefixHit>())) {
             None => None,
@@ -241,8 +245,8 @@ impl Coordinator {
             request_id: text(request_id, "request_id")?,
             num_tokens: uint(num_tokens, "num_tokens")?,
             hit,
-            num_external_tokens: num_external_tokens.map_or(Ok(0), |value| uint(value, "num_external_tokens"))?,
-            reserved_blocks: reserved_blocks.map_or(Ok(0), |value| uint(value, "reserved_blocks"))?,
+            num_external_tokens: num_external_tokens.uint("num_external_tokens", 0)?,
+            reserved_blocks: reserved_blocks.uint("reserved_blocks", 0)?,
         };
         let num_groups = self.num_groups();
         match self.0.allocate(&ask).map_err(raise)? {
@@ -315,18 +319,18 @@ impl Coordinator {
     }
 
     /// Add a pin per occurrence: a pinned block is not handed out, whoever gives it up.
-    fn pin(&mut self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.pin(&block_ids(ids, "block_ids")?).map_err(raise)
+    fn pin(&mut self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.pin(&ids_of(block_ids, "block_ids")?).map_err(raise)
     }
 
     /// Give back a pin per occurrence. Raises `DoubleFreeError` if a block has fewer pins.
-    fn unpin(&mut self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.unpin(&block_ids(ids, "block_ids")?).map_err(raise)
+    fn unpin(&mut self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.unpin(&ids_of(block_ids, "block_ids")?).map_err(raise)
     }
 
     /// Forget the keys of these blocks. References, and the place in the queue, stay as they are.
-    fn evict(&mut self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.evict(&block_ids(ids, "block_ids")?).map_err(raise)
+    fn evict(&mut self, block_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.0.evict(&ids_of(block_ids, "block_ids")?).map_err(raise)
     }
 
     /// Forget all keys, if no block is held. Returns whether it did; if not, nothing has changed.

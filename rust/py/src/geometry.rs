@@ -7,7 +7,7 @@ use lockstep_kv_core as core;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::args::{flag, items, text, uint, uint32, wrong_type};
+use crate::args::{Given, items, text, uint, uint32, wrong_type};
 use crate::errors::raise;
 
 /// One layer of a group: its name and the bytes of one of its blocks on one rank.
@@ -59,7 +59,10 @@ pub(crate) struct GroupSpec(pub(crate) core::GroupSpec);
 #[pymethods]
 impl GroupSpec {
     #[new]
-    #[pyo3(signature = (kind, block_size, layers, *, kv_shards=None, sliding_window=None, attention_chunk_size=None, is_eagle=None))]
+    #[pyo3(
+        signature = (kind, block_size, layers, *, kv_shards=None, sliding_window=None, attention_chunk_size=None, is_eagle=Given::NO),
+        text_signature = "(kind, block_size, layers, *, kv_shards=None, sliding_window=None, attention_chunk_size=None, is_eagle=False)"
+    )]
     fn new(
         kind: &Bound<'_, PyAny>,
         block_size: &Bound<'_, PyAny>,
@@ -67,7 +70,7 @@ impl GroupSpec {
         kv_shards: Option<&Bound<'_, PyAny>>,
         sliding_window: Option<&Bound<'_, PyAny>>,
         attention_chunk_size: Option<&Bound<'_, PyAny>>,
-        is_eagle: Option<&Bound<'_, PyAny>>,
+        is_eagle: Given<'_>,
     ) -> PyResult<Self> {
         let optional = |value: Option<&Bound<'_, PyAny>>, name| value.map(|value| uint32(value, name)).transpose();
         let spec = core::GroupSpec {
@@ -77,7 +80,7 @@ impl GroupSpec {
             kv_shards: optional(kv_shards, "kv_shards")?,
             sliding_window: optional(sliding_window, "sliding_window")?,
             attention_chunk_size: optional(attention_chunk_size, "attention_chunk_size")?,
-            is_eagle: is_eagle.map_or(Ok(false), |value| flag(value, "is_eagle"))?,
+            is_eagle: is_eagle.flag("is_eagle", false)?,
         };
         spec.validate().map_err(raise)?;
         Ok(Self(spec))

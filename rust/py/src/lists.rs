@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 use crate::args::{items, uint32, wrong_type};
 
 /// A list of block ids from Python.
-pub(crate) fn block_ids(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<BlockId>> {
+pub(crate) fn ids_of(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<BlockId>> {
     let items = items(value, name)?;
     items.iter().enumerate().map(|(at, item)| uint32(item, &format!("{name}[{at}]")).map(BlockId)).collect()
 }

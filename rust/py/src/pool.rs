@@ -6,9 +6,9 @@ use lockstep_kv_core::pool::Key;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use crate::args::{bytes, flag, uint, uint32};
+use crate::args::{Given, bytes, uint, uint32};
 use crate::errors::raise;
-use crate::lists::{block_ids, list_of_ids};
+use crate::lists::{ids_of, list_of_ids};
 
 /// Blocks with reference counts, a queue of free ones, and the keys their content is found by.
 ///
@@ -21,9 +21,12 @@ pub(crate) struct BlockPool(core::BlockPool);
 #[pymethods]
 impl BlockPool {
     #[new]
-    #[pyo3(signature = (num_blocks, enable_caching=None))]
-    fn new(num_blocks: &Bound<'_, PyAny>, enable_caching: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
-        let enable_caching = enable_caching.map_or(Ok(true), |value| flag(value, "enable_caching"))?;
+    #[pyo3(
+        signature = (num_blocks, enable_caching=Given::NO),
+        text_signature = "(num_blocks, enable_caching=True)"
+    )]
+    fn new(num_blocks: &Bound<'_, PyAny>, enable_caching: Given<'_>) -> PyResult<Self> {
+        let enable_caching = enable_caching.flag("enable_caching", true)?;
         core::BlockPool::new(uint32(num_blocks, "num_blocks")?, enable_caching).map(Self).map_err(raise)
     }
 
@@ -47,14 +50,14 @@ impl BlockPool {
 
     /// Add one reference per occurrence; a free block leaves the queue and keeps its keys.
     fn add_ref(&mut self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.add_ref(&block_ids(ids, "ids")?).map_err(raise)
+        self.0.add_ref(&ids_of(ids, "ids")?).map_err(raise)
     }
 
     /// Give back one reference per occurrence. Of the blocks that become free, those without a key go to the head of the
     /// queue as one batch in this order, those with a key to its tail. Raises `DoubleFreeError` if one is given back more
     /// often than it is held.
     fn release(&mut self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.release(&block_ids(ids, "ids")?).map_err(raise)
+        self.0.release(&ids_of(ids, "ids")?).map_err(raise)
     }
 
     /// Make a held block findable by `key`, 1 to 40 bytes, beside the keys it has already.
@@ -71,7 +74,7 @@ impl BlockPool {
 
     /// Forget the keys of these blocks. References, and the place in the queue, stay as they are.
     fn evict(&mut self, ids: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.0.evict(&block_ids(ids, "ids")?).map_err(raise)
+        self.0.evict(&ids_of(ids, "ids")?).map_err(raise)
     }
 
     /// Forget all keys, if no block is held. Returns whether it did.

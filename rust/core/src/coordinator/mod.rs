@@ -8,6 +8,8 @@ mod lookup;
 mod publish;
 mod release;
 mod requests;
+#[cfg(test)]
+mod tests;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
