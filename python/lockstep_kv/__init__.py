@@ -18,6 +18,8 @@ from lockstep_kv._core import (
     LockstepSet,
     PrefixHit,
     __version__,
+    hash_blocks,
+    none_hash,
     plan_layout,
 )
 from lockstep_kv.errors import (
@@ -53,5 +55,7 @@ __all__ = [
     "StaleHitError",
     "UnknownRequestError",
     "__version__",
+    "hash_blocks",
+    "none_hash",
     "plan_layout",
 ]

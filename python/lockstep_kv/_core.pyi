@@ -3,6 +3,27 @@
 from collections.abc import Sequence
 from typing import SupportsIndex, final
 
+from typing_extensions import Buffer
+
+__all__ = [
+    "AllBlocksCleared",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "Coordinator",
+    "CoordinatorConfig",
+    "GroupSpec",
+    "LayerSpec",
+    "Layout",
+    "LayoutTensor",
+    "LockstepSet",
+    "PrefixHit",
+    "__version__",
+    "hash_blocks",
+    "none_hash",
+    "plan_layout",
+]
+
 __version__: str
 
 @final
@@ -50,6 +71,7 @@ class GroupSpec:
     def bytes_per_block(self) -> int: ...
     def resolved_kv_shards(self, dcp_world_size: SupportsIndex) -> int: ...
     def tokens_per_block(self, dcp_world_size: SupportsIndex) -> int: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[str, int, tuple[LayerSpec, ...]], dict[str, int | bool | None]]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -116,6 +138,20 @@ def plan_layout(
 ) -> Layout:
     """Plan where the pages of all groups lie on one rank."""
 
+def hash_blocks(
+    token_ids: Sequence[int] | Buffer,
+    block_tokens: SupportsIndex,
+    *,
+    algo: str = "sha256",
+    parent: bytes | None = None,
+    extra_keys: Sequence[tuple[object, ...] | None] | None = None,
+    none_hash: bytes,
+) -> list[bytes]:
+    """Hash every full block of `token_ids`, each with the hash before it; byte-identical to vLLM's hashes."""
+
+def none_hash(algo: str = "sha256", seed: str | None = None) -> bytes:
+    """The parent of a first block: the hash of the seed."""
+
 @final
 class CoordinatorConfig:
     """What a coordinator is made from."""
@@ -148,6 +184,7 @@ class CoordinatorConfig:
     def use_eagle(self) -> bool: ...
     @property
     def enable_events(self) -> bool: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[tuple[GroupSpec, ...], int], dict[str, int | bool | None]]: ...
 
 @final
 class PrefixHit:

@@ -22,5 +22,6 @@ pub mod pool;
 pub use coordinator::{AllocateRequest, Coordinator, CoordinatorConfig, PrefixHit};
 pub use error::{Error, Result};
 pub use geometry::{GroupKind, GroupSpec, LayerSpec, Layout, LockstepSet, plan_layout};
+pub use hash::{hash_blocks, none_hash};
 pub use ids::{BlockId, GroupId, SetId};
 pub use pool::BlockPool;

@@ -14,9 +14,14 @@ use crate::errors::{config_error, type_error};
 #[derive(Clone, Debug)]
 pub(crate) struct Given<'py>(Option<Bound<'py, PyAny>>);
 
-impl Given<'_> {
+impl<'py> Given<'py> {
     /// Not given.
     pub(crate) const NO: Self = Self(None);
+
+    /// The value, unless it is not given.
+    pub(crate) fn value(self) -> Option<Bound<'py, PyAny>> {
+        self.0
+    }
 
     /// A bool, or the default if not given.
     pub(crate) fn flag(self, name: &str, default: bool) -> PyResult<bool> {

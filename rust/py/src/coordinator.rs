@@ -102,6 +102,17 @@ impl CoordinatorConfig {
         self.0.enable_events
     }
 
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyDict>)> {
+        let options = PyDict::new(py);
+        options.set_item("dcp_world_size", self.0.dcp_world_size)?;
+        options.set_item("enable_caching", self.0.enable_caching)?;
+        options.set_item("hash_block_tokens", self.0.hash_block_tokens)?;
+        options.set_item("max_model_len", self.0.max_model_len)?;
+        options.set_item("use_eagle", self.0.use_eagle)?;
+        options.set_item("enable_events", self.0.enable_events)?;
+        Ok(((self.groups(py)?, self.0.num_blocks).into_pyobject(py)?, options))
+    }
+
     fn __repr__(&self) -> String {
         let config = &self.0;
         format!(

@@ -5,7 +5,7 @@ use std::hash::{Hash, Hasher};
 
 use lockstep_kv_core as core;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyDict, PyTuple};
 
 use crate::args::{Given, items, text, uint, uint32, wrong_type};
 use crate::errors::raise;
@@ -38,6 +38,10 @@ impl LayerSpec {
     #[getter]
     fn page_bytes(&self) -> u64 {
         self.page_bytes
+    }
+
+    fn __getnewargs__(&self) -> (&str, u64) {
+        (&self.name, self.page_bytes)
     }
 
     fn __repr__(&self) -> String {
@@ -144,6 +148,16 @@ impl GroupSpec {
     /// Tokens one block id stands for, over all ranks: `block_size * kv_shards`.
     fn tokens_per_block(&self, dcp_world_size: &Bound<'_, PyAny>) -> PyResult<u64> {
         self.0.tokens_per_block(uint32(dcp_world_size, "dcp_world_size")?).map_err(raise)
+    }
+
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyDict>)> {
+        let options = PyDict::new(py);
+        options.set_item("kv_shards", self.0.kv_shards)?;
+        options.set_item("sliding_window", self.0.sliding_window)?;
+        options.set_item("attention_chunk_size", self.0.attention_chunk_size)?;
+        options.set_item("is_eagle", self.0.is_eagle)?;
+        let positional = (self.kind(), self.block_size(), self.layers(py)?).into_pyobject(py)?;
+        Ok((positional, options))
     }
 
     fn __hash__(&self) -> u64 {

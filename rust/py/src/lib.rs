@@ -11,6 +11,7 @@ mod coordinator;
 mod errors;
 mod events;
 mod geometry;
+mod hash;
 mod lists;
 mod pool;
 
@@ -25,6 +26,8 @@ mod _core {
     use super::events::{AllBlocksCleared, BlockRemoved, BlockStored};
     #[pymodule_export]
     use super::geometry::{GroupSpec, LayerSpec, Layout, LayoutTensor, LockstepSet, plan_layout};
+    #[pymodule_export]
+    use super::hash::{hash_blocks, none_hash};
     #[pymodule_export]
     use super::pool::BlockPool;
 
