@@ -1,4 +1,4 @@
-"""Configuration objects are values: they compare, print, copy and pickle. What has a life of its own does not pickle."""
+"""Configuration objects are values: they compare, print, copy and pickle. Live objects refuse to."""
 
 from __future__ import annotations
 
