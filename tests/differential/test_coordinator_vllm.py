@@ -176,7 +176,7 @@ class Pair:
         )
         self.finish_step(request, got, new, total)
 
-    def step(self, request: Request, chunk: int, lookahead: int) -> None:
+    def step(self, request: Request, chunk: int, lookahead: int, reserved: int) -> None:
         """The next chunk of a prompt, or a decoded token."""
         left = request.num_tokens - request.num_computed_tokens
         if left <= 0:
@@ -184,8 +184,9 @@ class Pair:
             left = 1
         chunk = min(chunk, left)
         total = request.num_computed_tokens + chunk
-        got = self.theirs.allocate_slots(request, chunk, num_lookahead_tokens=lookahead)
-        new = self.ours.allocate(request.request_id, min(total + lookahead, MAX_MODEL_LEN))
+        got = self.theirs.allocate_slots(request, chunk, num_lookahead_tokens=lookahead, reserved_blocks=reserved)
+        num_tokens = min(total + lookahead, MAX_MODEL_LEN)
+        new = self.ours.allocate(request.request_id, num_tokens, reserved_blocks=reserved)
         self.finish_step(request, got, new, total)
 
     def finish_step(self, request: Request, got: Any, new: tuple[list[int], ...] | None, total: int) -> None:
@@ -256,7 +257,7 @@ START = st.tuples(
     st.sampled_from([0, 0, 0, 5, 17]),
     st.sampled_from([0, 0, 0, 2]),
 )
-STEP = st.tuples(st.just("step"), st.integers(0, 9), SMALL, st.sampled_from([0, 0, 3]))
+STEP = st.tuples(st.just("step"), st.integers(0, 9), SMALL, st.sampled_from([0, 0, 3]), st.sampled_from([0, 0, 0, 2]))
 END = st.tuples(st.just("end"), st.integers(0, 9))
 OPERATIONS = st.one_of(
     START,
@@ -276,8 +277,8 @@ def carry_out(pair: Pair, operation: tuple[Any, ...]) -> None:
         case ("start", family, length, chunk, lookahead, external, reserved):
             prompt = [family * 1000 + at for at in range(length)]
             pair.start(prompt, chunk, lookahead, external, reserved)
-        case ("step", which, chunk, lookahead) if pair.running:
-            pair.step(pair.running[which % len(pair.running)], chunk, lookahead)
+        case ("step", which, chunk, lookahead, reserved) if pair.running:
+            pair.step(pair.running[which % len(pair.running)], chunk, lookahead, reserved)
         case ("end", which) if pair.running:
             pair.end(pair.running[which % len(pair.running)])
         case ("evict", ids):

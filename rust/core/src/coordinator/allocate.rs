@@ -71,8 +71,9 @@ impl Coordinator {
             self.new_from.push(with_external);
         }
         let free = self.pool.num_free_blocks();
-        let available = usize::try_from(ask.reserved_blocks).map_or(0, |reserved| free.saturating_sub(reserved));
-        if needed > available {
+        // Even a request that needs no block is refused if fewer are free than must be left over.
+        let reserved = usize::try_from(ask.reserved_blocks).unwrap_or(usize::MAX);
+        if needed.saturating_add(reserved) > free {
             self.refusals += 1;
             return Ok(None);
         }

@@ -120,8 +120,10 @@ impl Plan {
                 hashes.count()
             )));
         }
-        for block in self.first.saturating_sub(1)..self.end {
-            self.hash(hashes, block)?;
+        if self.first < self.end {
+            for block in self.first.saturating_sub(1)..self.end {
+                self.hash(hashes, block)?;
+            }
         }
         if let Some((count, _)) = self.tail {
             for at in count.saturating_sub(2)..count {

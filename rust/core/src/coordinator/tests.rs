@@ -178,3 +178,24 @@ fn audit_sees_references_that_nobody_holds() -> Result<()> {
     assert!(matches!(c.audit(), Err(Error::Invariant(_))));
     Ok(())
 }
+
+#[test]
+fn a_reserve_that_is_not_there_refuses_even_what_needs_no_block() -> Result<()> {
+    let mut c = coordinator(vec![full(4)], 2);
+    assert!(c.allocate(&AllocateRequest::new("running", 1))?.is_some());
+    assert!(c.allocate(&AllocateRequest::new("running", 2))?.is_some());
+    let ask = AllocateRequest { reserved_blocks: 1, ..AllocateRequest::new("running", 3) };
+    assert!(c.allocate(&ask)?.is_none());
+    Ok(())
+}
+
+#[test]
+fn hashes_of_what_is_published_already_are_not_needed_again() -> Result<()> {
+    let mut c = coordinator(vec![full(4)], 4);
+    let sequence = hashes(0, 2);
+    assert!(run(&mut c, "running", &sequence, 8));
+    c.cache("running", &[] as &[[u8; 32]], 8, None)?;
+    assert!(c.allocate(&AllocateRequest::new("running", 12))?.is_some());
+    assert!(matches!(c.cache("running", &sequence, 12, None), Err(Error::Config(_))));
+    Ok(())
+}

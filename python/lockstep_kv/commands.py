@@ -1,0 +1,361 @@
+"""What the command line's commands do, in terms of typer and rich."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lockstep_kv._core import Coordinator, CoordinatorConfig, GroupSpec, LayerSpec, __version__, plan_layout
+from lockstep_kv.errors import ConfigError
+from lockstep_kv.models import load_config, model_groups
+from lockstep_kv.replay import longest_request, replay
+from lockstep_kv.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lockstep_kv._core import Layout
+    from lockstep_kv.demo import DemoResult
+    from lockstep_kv.replay import ReplayReport
+
+__all__ = ["app", "parse_bytes"]
+
+app = typer.Typer(
+    help="KV-cache blocks in which groups that belong together move in lockstep.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_err = Console(stderr=True)
+
+_UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS["TiB"] = 2**40
+_DEMO_REQUESTS = 2000
+_FILE_WIDTH = 160
+
+Config = Annotated[Path, typer.Option("--config", help="The model's config.json, or its folder.")]
+CacheDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="auto, bfloat16, float16, fp8; for MLA fp8_ds_mla, nvfp4_ds_mla, nvfp4_ds_mla_fp8_rope.",
+    ),
+]
+Dcp = Annotated[int, typer.Option("--dcp", help="Ranks in the decode-context-parallel group.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens of one block on one rank.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: bytes, or a number with kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024).
+
+    Raises `ConfigError` for anything else.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
+    if match is None or match[2].removesuffix("B") + "B" * bool(match[2]) not in {*_UNITS, "B"}:
+        known = ", ".join(unit for unit in _UNITS if unit)
+        raise ConfigError(f"a size must be bytes or a number with one of {known}, got {text!r}")
+    return int(Decimal(match[1]) * _UNITS.get(match[2], 1))
+
+
+def _version(value: bool) -> None:  # noqa: FBT001 - typer's signature
+    if value:
+        typer.echo(f"lockstep-kv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """KV-cache blocks in which groups that belong together move in lockstep."""
+    del version
+
+
+@app.command()
+def plan(
+    *,
+    config: Config,
+    kv_bytes: Annotated[str, typer.Option(help="Bytes for the cache on one rank, such as 28.1GB.")],
+    kv_cache_dtype: CacheDtype = "auto",
+    dcp: Dcp = 1,
+    indexer_shards: Annotated[
+        str, typer.Option(help="Choices to compare, such as 8,4,2,1; 0 = as sharded as the main cache.")
+    ] = "0",
+    block_size: BlockSize = 64,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest request in tokens; the model's own if not given.")
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option("--tp", help="Divides the KV heads of full attention.")] = 1,
+    mtp: Annotated[bool, typer.Option(help="Count the multi-token-prediction layers.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Show how many tokens fit, and what replicating the indexer costs."""
+    available = parse_bytes(kv_bytes)
+    facts = load_config(config)
+    length = max_model_len if max_model_len is not None else facts.get("max_position_embeddings")
+    if length is None:
+        raise ConfigError("the model config has no max_position_embeddings: give --max-model-len")
+    rows: list[dict[str, Any]] = []
+    for shards in _numbers(indexer_shards):
+        groups = model_groups(
+            facts,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            dcp_world_size=dcp,
+            indexer_shards=shards,
+            include_mtp=mtp,
+            tensor_parallel_size=tensor_parallel_size,
+        )
+        try:
+            layout = plan_layout(groups, dcp_world_size=dcp, available_bytes=available, max_model_len=length)
+        except ConfigError as error:
+            rows.append({"indexer_shards": shards or dcp, "does_not_fit": str(error)})
+        else:
+            rows.append({"indexer_shards": shards or dcp, **_plan_row(layout)})
+    fitting = [row for row in rows if "blocks" in row]
+    most = max((row["capacity_tokens"] for row in fitting), default=0)
+    for row in fitting:
+        row["cost"] = 1 - row["capacity_tokens"] / most
+    if as_json:
+        _print_json({"max_model_len": length, "kv_bytes": available, "dcp": dcp, "choices": rows})
+    else:
+        _print_plan(rows, length)
+    if not fitting:
+        raise typer.Exit(1)
+
+
+def _numbers(text: str) -> list[int]:
+    """Read numbers separated by commas."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--indexer-shards must be numbers separated by commas, got {text!r}") from None
+
+
+def _plan_row(layout: Layout) -> dict[str, Any]:
+    """The figures of one choice."""
+    return {
+        "bytes_per_block": layout.bytes_per_block,
+        "tokens_per_block": [s.tokens_per_block for s in layout.sets],
+        "blocks": layout.num_blocks,
+        "capacity_tokens": layout.capacity_tokens,
+        "max_concurrency": layout.max_concurrency,
+        "sets": [list(s.group_ids) for s in layout.sets],
+        "why_separate": [s.why_separate for s in layout.sets if s.why_separate is not None],
+    }
+
+
+def _print_plan(rows: list[dict[str, Any]], max_model_len: int) -> None:
+    names = (
+        "indexer\nshards",
+        "bytes/\nblock",
+        "tokens/\nblock",
+        "blocks",
+        "capacity\ntokens",
+        "concur-\nrency",
+        "cost",
+    )
+    table = _table(f"Requests of up to {max_model_len:,} tokens", *names)
+    table.add_column("sets", no_wrap=True)
+    notes = []
+    for row in rows:
+        if "blocks" not in row:
+            table.add_row(str(row["indexer_shards"]), "does not fit")
+            notes.append(f"{row['indexer_shards']} shards: {row['does_not_fit']}")
+            continue
+        notes += row["why_separate"]
+        table.add_row(
+            str(row["indexer_shards"]),
+            f"{row['bytes_per_block']:,}",
+            " / ".join(f"{tokens:,}" for tokens in row["tokens_per_block"]),
+            f"{row['blocks']:,}",
+            f"{row['capacity_tokens']:,}",
+            f"{row['max_concurrency']:.2f}x",
+            f"{row['cost']:.2%}",
+            " ".join("{" + ", ".join(map(str, groups)) + "}" for groups in row["sets"]),
+        )
+    _print(table)
+    for note in notes:
+        _print(note)
+
+
+@app.command(name="replay")
+def replay_trace(
+    *,
+    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format, one JSON object per line.")],
+    num_blocks: Annotated[int, typer.Option(help="Blocks in the pool, the null block included.")] = 5984,
+    block_tokens: Annotated[int, typer.Option(help="Tokens per block, without --config.")] = TRACE_BLOCK_TOKENS,
+    concurrency: Annotated[int, typer.Option(help="Requests that hold their blocks at once.")] = 1,
+    config: Annotated[Path | None, typer.Option(help="A model's config.json, to replay on its groups.")] = None,
+    kv_cache_dtype: CacheDtype = "auto",
+    dcp: Dcp = 1,
+    indexer_shards: Annotated[int, typer.Option(help="0 = as sharded as the main cache.")] = 0,
+    block_size: BlockSize = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace to see what it would hit, evict and have to wait for."""
+    requests = read_trace(trace)
+    if config is None:
+        groups = [GroupSpec("full", block_tokens, [LayerSpec("layer", 1)], kv_shards=1)]
+    else:
+        groups = model_groups(
+            config,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            dcp_world_size=dcp,
+            indexer_shards=indexer_shards,
+        )
+    coordinator = Coordinator(
+        CoordinatorConfig(groups, num_blocks, dcp_world_size=dcp, max_model_len=longest_request(requests))
+    )
+    with _progress() as progress:
+        task = progress.add_task("replay", total=len(requests))
+        report = replay(
+            requests,
+            coordinator,
+            concurrency=concurrency,
+            advance=lambda done: progress.advance(task, done),
+        )
+    figures = _report_figures(report)
+    if as_json:
+        _print_json(figures)
+    else:
+        table = Table(title=f"{trace.name} on {num_blocks:,} blocks", show_header=False, box=box.SIMPLE_HEAD)
+        table.add_column(no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        for name, value in figures.items():
+            table.add_row(name.replace("_", " "), _figure(name, value))
+        _print(table)
+
+
+def _report_figures(report: ReplayReport) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(report),
+        "hit_rate": report.hit_rate,
+        "peak_usage": report.peak_usage,
+        "blocks_per_second": report.blocks_per_second,
+    }
+
+
+def _figure(name: str, value: float) -> str:
+    if name in ("hit_rate", "peak_usage"):
+        return f"{value:.3%}"
+    return f"{value:,.3f}" if name == "seconds" else f"{value:,.0f}"
+
+
+@app.command()
+def demo(
+    *,
+    trace: Annotated[
+        Path | None, typer.Option(help="A trace in Mooncake's format; a generated one if not given.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Only the first so many requests.")] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests that hold their blocks at once.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Run the main job: GLM-5.2's groups on 8 ranks, every page of every prefix hit read back and compared."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("torch is missing: pip install 'lockstep-kv[torch]'")
+    from lockstep_kv.demo import INDEXER_SHARDS, run_demo  # noqa: PLC0415 - imports torch
+
+    load = generate_trace(requests or _DEMO_REQUESTS) if trace is None else read_trace(trace)[:requests]
+    if not load:
+        raise ConfigError(f"--requests must be at least 1, got {requests}")
+    results = []
+    with _progress() as progress:
+        task = progress.add_task("demo", total=len(load) * len(INDEXER_SHARDS))
+        for result in run_demo(load, concurrency=concurrency, advance=lambda done: progress.advance(task, done)):
+            progress.update(task, description=f"{result.indexer_shards} indexer shards done")
+            results.append(result)
+    if as_json:
+        _print_json([_demo_figures(result) for result in results])
+    else:
+        _print_demo(results, trace)
+
+
+def _demo_figures(result: DemoResult) -> dict[str, Any]:
+    return {
+        "indexer_shards": result.indexer_shards,
+        **_plan_row(result.layout),
+        **_report_figures(result.report),
+        "shrunk_bytes": result.shrunk_bytes,
+        "pages_written": result.pages_written,
+        "pages_verified": result.pages_verified,
+        "total_seconds": result.seconds,
+    }
+
+
+def _print_demo(results: list[DemoResult], trace: Path | None) -> None:
+    load = "a generated load" if trace is None else trace.name
+    table = _table(
+        f"GLM-5.2 at DCP8, {results[0].report.requests:,} requests of {load}",
+        "indexer\nshards",
+        "bytes/\nblock",
+        "blocks",
+        "capacity\ntokens",
+        "hit\nrate",
+        "evicted\nblocks",
+        "blocks/s",
+        "pages\nwritten",
+        "pages\nverified",
+        "tensors\n(MB)",
+        "seconds",
+    )
+    for result in results:
+        table.add_row(
+            str(result.indexer_shards),
+            f"{result.layout.bytes_per_block:,}",
+            f"{result.layout.num_blocks:,}",
+            f"{result.layout.capacity_tokens:,}",
+            f"{result.report.hit_rate:.2%}",
+            f"{result.report.evicted_blocks:,}",
+            f"{result.report.blocks_per_second:,.0f}",
+            f"{result.pages_written:,}",
+            f"{result.pages_verified:,}",
+            f"{result.shrunk_bytes / 1e6:,.0f}",
+            f"{result.seconds:.1f}",
+        )
+    _print(table)
+    _print("Every page of every prefix hit was read back on all 8 ranks and holds what was written for it.")
+
+
+def _table(title: str, *names: str) -> Table:
+    """A table of figures."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), title_justify="left")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _print(what: Table | str) -> None:
+    """Print to standard output, in full width where that is not a terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    console.print(what, soft_wrap=isinstance(what, str))
+
+
+def _progress() -> Progress:
+    """A progress bar on standard error, silent where that is not a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal)
+
+
+def _print_json(value: Mapping[str, Any] | list[dict[str, Any]]) -> None:
+    typer.echo(json.dumps(value, indent=2))
