@@ -1,8 +1,10 @@
 """The Rust core. Import these names from `lockstep_kv`."""
 
 from collections.abc import Sequence
-from typing import SupportsIndex, final
+from typing import Any, SupportsIndex, final
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 __all__ = [
@@ -139,7 +141,7 @@ def plan_layout(
     """Plan where the pages of all groups lie on one rank."""
 
 def hash_blocks(
-    token_ids: Sequence[int] | Buffer,
+    token_ids: Sequence[int] | NDArray[np.integer[Any]] | Buffer,
     block_tokens: SupportsIndex,
     *,
     algo: str = "sha256",

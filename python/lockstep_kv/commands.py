@@ -6,17 +6,19 @@ import dataclasses
 import importlib.util
 import json
 import re
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lockstep_kv._core import Coordinator, CoordinatorConfig, GroupSpec, LayerSpec, __version__, plan_layout
+from lockstep_kv.arguments import checked_int
 from lockstep_kv.errors import ConfigError
 from lockstep_kv.models import load_config, model_groups
 from lockstep_kv.replay import longest_request, replay
@@ -64,10 +66,10 @@ def parse_bytes(text: str) -> int:
     Raises `ConfigError` for anything else.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
-    if match is None or match[2].removesuffix("B") + "B" * bool(match[2]) not in {*_UNITS, "B"}:
+    if match is None or match[2] not in {*_UNITS, "B"}:
         known = ", ".join(unit for unit in _UNITS if unit)
         raise ConfigError(f"a size must be bytes or a number with one of {known}, got {text!r}")
-    return int(Decimal(match[1]) * _UNITS.get(match[2], 1))
+    return int(Fraction(match[1]) * _UNITS.get(match[2], 1))
 
 
 def _version(value: bool) -> None:  # noqa: FBT001 - typer's signature
@@ -111,6 +113,7 @@ def plan(
     length = max_model_len if max_model_len is not None else facts.get("max_position_embeddings")
     if length is None:
         raise ConfigError("the model config has no max_position_embeddings: give --max-model-len")
+    length = checked_int("--max-model-len or max_position_embeddings", length, low=1)
     rows: list[dict[str, Any]] = []
     for shards in _numbers(indexer_shards):
         groups = model_groups(
@@ -236,7 +239,7 @@ def replay_trace(
     if as_json:
         _print_json(figures)
     else:
-        table = Table(title=f"{trace.name} on {num_blocks:,} blocks", show_header=False, box=box.SIMPLE_HEAD)
+        table = Table(title=f"{escape(trace.name)} on {num_blocks:,} blocks", show_header=False, box=box.SIMPLE_HEAD)
         table.add_column(no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
         for name, value in figures.items():
@@ -274,9 +277,9 @@ def demo(
         raise ConfigError("torch is missing: pip install 'lockstep-kv[torch]'")
     from lockstep_kv.demo import INDEXER_SHARDS, run_demo  # noqa: PLC0415 - imports torch
 
+    if requests is not None:
+        checked_int("--requests", requests, low=1)
     load = generate_trace(requests or _DEMO_REQUESTS) if trace is None else read_trace(trace)[:requests]
-    if not load:
-        raise ConfigError(f"--requests must be at least 1, got {requests}")
     results = []
     with _progress() as progress:
         task = progress.add_task("demo", total=len(load) * len(INDEXER_SHARDS))
@@ -302,7 +305,7 @@ def _demo_figures(result: DemoResult) -> dict[str, Any]:
 
 
 def _print_demo(results: list[DemoResult], trace: Path | None) -> None:
-    load = "a generated load" if trace is None else trace.name
+    load = "a generated load" if trace is None else escape(trace.name)
     table = _table(
         f"GLM-5.2 at DCP8, {results[0].report.requests:,} requests of {load}",
         "indexer\nshards",
@@ -348,7 +351,7 @@ def _print(what: Table | str) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _FILE_WIDTH
-    console.print(what, soft_wrap=isinstance(what, str))
+    console.print(what, markup=False, soft_wrap=isinstance(what, str))
 
 
 def _progress() -> Progress:

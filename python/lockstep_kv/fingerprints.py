@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from lockstep_kv._core import GroupSpec, LayerSpec, plan_layout
 from lockstep_kv.block_table import PAD, kernel_block_ids, slot_mapping
-from lockstep_kv.errors import LockstepKVError
+from lockstep_kv.errors import ConfigError, LockstepKVError
 from lockstep_kv.tensors import CachePool
 from lockstep_kv.trace import TRACE_BLOCK_TOKENS
 
@@ -61,13 +60,14 @@ class _Group:
         self.kernel_block_size = kernel_block_size
         self.shards = group.resolved_kv_shards(len(pools))
         self.num_layers = len(group.layers)
-        pages = [pool.group(number) for pool in pools]
-        # Shapes (layers, kernel pages, words) and (layers, slots), per rank. Words are copied faster than bytes.
-        self.kernel_pages = [view.view(self.num_layers, -1, kernel_block_size).view(torch.int64) for view in pages]
-        self.slots = [view.view(self.num_layers, -1) for view in pages]
+        # The pools' own memory as numpy sees it, per rank: shapes (layers, kernel pages) and (layers, slots). Kernel
+        # pages are items of their own, because numpy copies a large item several times faster than its parts.
+        pages = [pool.group(number).numpy().reshape(self.num_layers, -1) for pool in pools]
+        self.kernel_pages = [view.view(np.dtype((np.void, kernel_block_size))) for view in pages]
+        self.slots = pages
         # No two layers of a rank have one salt: there are fewer than 256, and groups start at different ones.
         first = sum(len(other.layers) for other in pools[0].groups[:number])
-        self.salt = torch.arange(first, first + self.num_layers, dtype=torch.int64).mul_(37).to(torch.uint8)
+        self.salt = (np.arange(first, first + self.num_layers) * 37).astype(np.uint8)
         self.token_of_slot = [self._token_of_slot(rank) for rank in range(len(pools))]
         self._check_shards()
 
@@ -82,18 +82,24 @@ class _Group:
             rank=rank,
         )
 
-    def kernel_row(self, row: list[int]) -> torch.Tensor:
+    def kernel_row(self, row: list[int]) -> NDArray[np.int64]:
         """The kernel pages of a row of blocks."""
-        ids = kernel_block_ids(row, block_size=self.block_size, kernel_block_size=self.kernel_block_size)
-        return torch.from_numpy(ids)
+        return kernel_block_ids(row, block_size=self.block_size, kernel_block_size=self.kernel_block_size)
 
-    def pages(self, shard: int, prints: torch.Tensor) -> torch.Tensor:
-        """What the pages of these blocks hold on a shard's ranks, shape (layers, kernel pages, words)."""
-        records = prints.index_select(1, self.token_of_slot[shard])
-        pages = records.reshape(1, -1, self.kernel_block_size) + self.salt[:, None, None]
-        return pages.view(torch.int64)
+    def pages(self, shard: int, prints: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """What the pages of these blocks hold on a shard's ranks, shape (layers, slots)."""
+        records = prints.take(self.token_of_slot[shard], axis=1)
+        return records.reshape(1, -1) + self.salt[:, None]
 
-    def _token_of_slot(self, rank: int) -> torch.Tensor:
+    def read(self, rank: int, kernel_row: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """What these kernel pages hold on a rank, shape (layers, slots)."""
+        return self.kernel_pages[rank].take(kernel_row, axis=1).view(np.uint8)
+
+    def write(self, rank: int, kernel_row: NDArray[np.int64], pages: NDArray[np.uint8]) -> None:
+        """Fill these kernel pages on a rank."""
+        self.kernel_pages[rank][:, kernel_row] = pages.view(self.kernel_pages[rank].dtype)
+
+    def _token_of_slot(self, rank: int) -> NDArray[np.int64]:
         """For each slot of a page on this rank the token of the block that lies there, from the slot mapping."""
         tokens = np.arange(self.block_size * self.shards)
         slots = self.map(tokens, [1], rank)
@@ -102,15 +108,15 @@ class _Group:
         token_of_slot[slots[owned] - self.block_size] = tokens[owned]
         if owned.sum() != self.block_size or (token_of_slot == PAD).any():
             raise WrongPageError(f"group {self.number}, rank {rank}: the slot mapping does not fill a page")
-        return torch.from_numpy(token_of_slot)
+        return token_of_slot
 
     def _check_shards(self) -> None:
         """Each token of a block lies on exactly one rank of every run of `shards` ranks, the same in every run."""
         for first in range(0, len(self.token_of_slot), self.shards):
             run = self.token_of_slot[first : first + self.shards]
-            tokens = torch.cat(run).sort().values
-            same = all(torch.equal(a, b) for a, b in zip(run, self.token_of_slot, strict=False))
-            if not same or not torch.equal(tokens, torch.arange(self.block_size * self.shards)):
+            tokens = np.sort(np.concatenate(run))
+            same = all(np.array_equal(a, b) for a, b in zip(run, self.token_of_slot, strict=False))
+            if not same or not np.array_equal(tokens, np.arange(self.block_size * self.shards)):
                 raise WrongPageError(
                     f"group {self.number}: the ranks from {first} on do not share out a block's tokens"
                 )
@@ -119,7 +125,8 @@ class _Group:
 class FingerprintedRanks:
     """The pages of all ranks of a decode-context-parallel group, as an observer of a replay.
 
-    groups: shrunk groups whose blocks span 512 tokens, as the trace's do. num_blocks: blocks, the null block included.
+    groups: shrunk groups whose blocks span 512 tokens, as the trace's do; others raise `ConfigError`.
+    num_blocks: blocks, the null block included.
     """
 
     def __init__(
@@ -128,13 +135,14 @@ class FingerprintedRanks:
         for number, group in enumerate(groups):
             span = group.tokens_per_block(dcp_world_size)
             if span != TRACE_BLOCK_TOKENS:
-                raise WrongPageError(
+                raise ConfigError(
                     f"group {number} spans {span} tokens per block, a trace's blocks {TRACE_BLOCK_TOKENS}"
                 )
         layout = plan_layout(groups, dcp_world_size=dcp_world_size, num_blocks=num_blocks, max_model_len=1)
         pools = [CachePool(layout, groups) for _ in range(dcp_world_size)]
         self.bytes_in_all = layout.total_bytes * dcp_world_size
         self.num_ranks = dcp_world_size
+        self.num_blocks = num_blocks
         self.pages_written = 0
         self.pages_verified = 0
         self._groups = [_Group(group, at, pools, kernel_block_size) for at, group in enumerate(groups)]
@@ -174,49 +182,56 @@ class FingerprintedRanks:
         for group, row in zip(self._groups, block_ids, strict=True):
             pages = [group.pages(shard, prints) for shard in range(group.shards)]
             for rank, _, kernel_row in self._rows(group, row[first:]):
-                group.kernel_pages[rank][:, kernel_row] = pages[rank % group.shards]
+                group.write(rank, kernel_row, pages[rank % group.shards])
             self.pages_written += len(content) * group.num_layers * self.num_ranks
 
-    def _rows(self, group: _Group, block_ids: list[int]) -> Iterator[tuple[int, list[int], torch.Tensor]]:
+    def _rows(self, group: _Group, block_ids: list[int]) -> Iterator[tuple[int, list[int], NDArray[np.int64]]]:
         """Each rank with its row of these blocks, as blocks and as kernel pages."""
         kernel_row = group.kernel_row(block_ids)
         for rank in range(self.num_ranks):
             row = self.table_row(rank, group.number, block_ids)
+            if row is not block_ids and not all(0 <= block < self.num_blocks for block in row):
+                raise WrongPageError(f"group {group.number}, rank {rank}: the row {row} names no block of the pool")
             yield rank, row, kernel_row if row is block_ids else group.kernel_row(row)
 
     def _verify_pages(
-        self, group: _Group, rank: int, row: list[int], kernel_row: torch.Tensor, expected: torch.Tensor
+        self,
+        group: _Group,
+        rank: int,
+        row: list[int],
+        kernel_row: NDArray[np.int64],
+        expected: NDArray[np.uint8],
     ) -> None:
-        found = group.kernel_pages[rank].index_select(1, kernel_row)
-        if torch.equal(found, expected):
+        found = group.read(rank, kernel_row)
+        if found.shape == expected.shape and np.array_equal(found.view(np.int64), expected.view(np.int64)):
             return
-        found, expected = found.view(torch.uint8), expected.view(torch.uint8)
-        layer, page, slot = (found != expected).nonzero()[0].tolist()
-        block, slot = divmod(page * group.kernel_block_size + slot, group.block_size)
+        where = f"group {group.number}, rank {rank}"
+        if found.shape != expected.shape:
+            raise WrongPageError(f"{where}: the row {row} has another length than the prefix hit")
+        layer, slot = np.argwhere(found != expected)[0].tolist()
+        block, slot = divmod(slot, group.block_size)
         token = block * TRACE_BLOCK_TOKENS + int(group.token_of_slot[rank][slot])
         raise WrongPageError(
-            f"group {group.number}, rank {rank}, layer {layer}, block {row[block]}: token {token} of a prefix hit "
-            f"is not what was written for it"
+            f"{where}, layer {layer}, block {row[block]}: token {token} of a prefix hit is not what was written for it"
         )
 
     def _verify_tokens(
-        self, group: _Group, rank: int, row: list[int], prints: torch.Tensor, sample: NDArray[np.int64]
+        self, group: _Group, rank: int, row: list[int], prints: NDArray[np.uint8], sample: NDArray[np.int64]
     ) -> None:
-        slots = torch.from_numpy(group.map(sample, row, rank))
-        owned = (slots != PAD).nonzero()[:, 0]
+        slots = group.map(sample, row, rank)
+        owned = np.flatnonzero(slots != PAD)
         expected_owned = (sample % group.shards == rank % group.shards).sum()
-        found = group.slots[rank].index_select(1, slots[owned])
-        tokens = torch.from_numpy(sample)[owned]
-        expected = prints[owned, tokens % TRACE_BLOCK_TOKENS] + group.salt[:, None]
-        if len(owned) != expected_owned or not torch.equal(found, expected):
+        found = group.slots[rank].take(slots[owned], axis=1)
+        expected = prints[owned, sample[owned] % TRACE_BLOCK_TOKENS] + group.salt[:, None]
+        if len(owned) != expected_owned or not np.array_equal(found, expected):
             raise WrongPageError(
                 f"group {group.number}, rank {rank}: the slot mapping of tokens {sample.tolist()} finds other content"
             )
 
 
-def _fingerprints(content: NDArray[np.uint64]) -> torch.Tensor:
+def _fingerprints(content: NDArray[np.uint64]) -> NDArray[np.uint8]:
     """One byte per token of each block, shape (blocks, 512)."""
-    mixed = (content * _SPREAD)[:, None] + np.arange(TRACE_BLOCK_TOKENS, dtype=np.uint64) * _PLACE
+    mixed = (content * _SPREAD)[:, None] + np.arange(1, TRACE_BLOCK_TOKENS + 1, dtype=np.uint64) * _PLACE
     mixed ^= mixed >> np.uint64(29)
     mixed *= _MIX
-    return torch.from_numpy((mixed >> np.uint64(56)).astype(np.uint8))
+    return (mixed >> np.uint64(56)).astype(np.uint8)

@@ -56,7 +56,7 @@ class ReplayReport:
     @property
     def hit_rate(self) -> float:
         """Hit tokens per input token."""
-        return self.hit_tokens / self.input_tokens
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
     @property
     def peak_usage(self) -> float:
@@ -70,8 +70,8 @@ class ReplayReport:
 
 
 def longest_request(requests: Sequence[TraceRequest]) -> int:
-    """The longest request of a trace, in tokens."""
-    return max(request.input_length + request.output_length for request in requests)
+    """The longest request of a trace, in tokens; 0 if there are none."""
+    return max((request.input_length + request.output_length for request in requests), default=0)
 
 
 def replay(

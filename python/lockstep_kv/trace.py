@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep_kv.arguments import checked_int
-from lockstep_kv.errors import ConfigError
-
-if TYPE_CHECKING:
-    import os
+from lockstep_kv.errors import ArgumentTypeError, ConfigError, LockstepKVError
 
 __all__ = ["TRACE_BLOCK_TOKENS", "TraceRequest", "generate_trace", "read_trace"]
 
@@ -40,12 +38,17 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceRequest]:
     Raises `ConfigError` naming the file, the line and what is wrong with it.
     """
     requests = []
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"path must be a path, got {type(path).__name__} {path!r}")
     try:
         with Path(path).open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     requests.append(_parsed(line, f"{path}, line {number}"))
-    except (OSError, UnicodeDecodeError) as error:
+    except LockstepKVError:
+        raise
+    except (OSError, ValueError) as error:
+        # A ValueError is text that is not UTF-8, or a path that no file can have.
         raise ConfigError(f"cannot read trace {str(path)!r}: {error}") from None
     if not requests:
         raise ConfigError(f"trace {str(path)!r} holds no requests")

@@ -6,6 +6,8 @@ has one row and so one reference per holder: where such a test would say 2, thes
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lockstep_kv import (
@@ -228,12 +230,13 @@ def test_a_partly_replicated_indexer_moves_in_lockstep_too() -> None:
 
 
 def test_kinds_that_are_not_supported_are_refused_by_name() -> None:
-    for kind, options in [
+    cases: list[tuple[str, dict[str, Any]]] = [
         ("sliding_window", {"sliding_window": 8}),
         ("chunked_local", {"attention_chunk_size": 8}),
         ("mamba", {}),
         ("cross_attention", {}),
-    ]:
+    ]
+    for kind, options in cases:
         group = GroupSpec(kind, 4, [LayerSpec("x", 4)], **options)
         with pytest.raises(ConfigError, match=kind):
             Coordinator(CoordinatorConfig([CKV, group], 9, max_model_len=64))
