@@ -41,8 +41,11 @@ def host_ints(name: str, values: Any) -> NDArray[np.int64]:
         raise ArgumentTypeError(f"{name} must be ints in a regular shape, got {_shown(values)}") from None
     if array.size == 0 and not hasattr(values, "dtype"):
         return array.astype(np.int64)
-    if array.dtype == object and all(type(item) is int for item in array.flat):
-        raise ConfigError(f"{name} must fit in 64 bits, got {_shown(values)}")
+    if array.dtype.kind in "Of" and not hasattr(values, "dtype"):
+        # Ints that do not fit in one integer type: numpy makes them objects, or floats.
+        array = np.asarray(values, dtype=object)
+        if all(type(item) is int for item in array.flat):
+            raise ConfigError(f"{name} must fit in 64 bits, got {_shown(values)}")
     if array.dtype.kind not in "iu" or (isinstance(values, list | tuple) and _holds_bool(values)):
         raise ArgumentTypeError(f"{name} must be ints, got {_shown(values)}")
     if array.dtype == np.uint64 and array.size and int(array.max()) > MAX_INT64:

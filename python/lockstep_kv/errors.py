@@ -39,7 +39,7 @@ class UnknownRequestError(LockstepKVError):
 
 
 class DoubleFreeError(LockstepKVError):
-    """A reference or a pin was given back that is not held."""
+    """A reference, a pin or a transfer was given back that is not held."""
 
 
 class InvariantError(LockstepKVError):

@@ -45,6 +45,19 @@ pub enum Error {
         what: &'static str,
     },
 
+    /// A transfer was reported as complete that is not in flight.
+    #[error("double completion: key {key} is completed {asked} times but has {held} {what} in flight")]
+    DoubleComplete {
+        /// The key, in hexadecimal.
+        key: String,
+        /// How often the call completes it.
+        asked: usize,
+        /// How many transfers of this kind it has.
+        held: usize,
+        /// What is counted: "stores" or "loads".
+        what: &'static str,
+    },
+
     /// `audit` found a broken invariant: a bug in this crate, never a caller's fault.
     #[error("broken invariant {0}")]
     Invariant(String),

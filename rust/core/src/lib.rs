@@ -17,6 +17,7 @@ pub mod geometry;
 mod groups;
 pub mod hash;
 pub mod ids;
+pub mod offload;
 pub mod pool;
 
 pub use coordinator::{AllocateRequest, Coordinator, CoordinatorConfig, PrefixHit};
@@ -24,4 +25,5 @@ pub use error::{Error, Result};
 pub use geometry::{GroupKind, GroupSpec, LayerSpec, Layout, LockstepSet, plan_layout};
 pub use hash::{hash_blocks, none_hash};
 pub use ids::{BlockId, GroupId, SetId};
+pub use offload::{OffloadIndex, StorePlan};
 pub use pool::BlockPool;

@@ -5,8 +5,9 @@
 
 use std::convert::Infallible;
 
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyList, PyString, PyTuple};
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyList, PyString, PyTuple};
 
 use crate::errors::{config_error, type_error};
 
@@ -72,7 +73,7 @@ pub(crate) fn uint(value: &Bound<'_, PyAny>, name: &str) -> PyResult<u64> {
     }
     match value.extract::<u64>() {
         Ok(number) => Ok(number),
-        Err(_) if value.hasattr("__index__")? => {
+        Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
             Err(config_error(format!("{name} must be between 0 and 2**64 - 1, got {}", shown(value))))
         }
         Err(_) => Err(wrong_type(name, "an int", value)),
@@ -109,7 +110,11 @@ pub(crate) fn items<'py>(value: &Bound<'py, PyAny>, name: &str) -> PyResult<Vec<
     if let Ok(tuple) = value.cast::<PyTuple>() {
         return Ok(tuple.iter().collect());
     }
-    if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() || !value.hasattr("__len__")? {
+    let is_text = value.is_instance_of::<PyString>()
+        || value.is_instance_of::<PyBytes>()
+        || value.is_instance_of::<PyByteArray>();
+    // A set has no order and no items by place; a mapping has keys.
+    if is_text || !value.hasattr("__len__")? || !value.hasattr("__getitem__")? || value.hasattr("keys")? {
         return Err(wrong_type(name, "a sequence", value));
     }
     value.try_iter().map_err(|_| wrong_type(name, "a sequence", value))?.collect()

@@ -226,7 +226,8 @@ impl Coordinator {
         max_tokens: &Bound<'_, PyAny>,
     ) -> PyResult<PrefixHit> {
         let hashes = HashList::new(block_hashes, "block_hashes")?;
-        self.0.find_longest_hit(&hashes, uint(max_tokens, "max_tokens")?).map(PrefixHit).map_err(raise)
+        let max_tokens = uint(max_tokens, "max_tokens")?;
+        self.0.find_longest_hit(&hashes, max_tokens).map(PrefixHit).map_err(|error| hashes.raise(error))
     }
 
     /// Give a request slots for `num_tokens` tokens in all, speculative ones included.
@@ -281,7 +282,8 @@ impl Coordinator {
         let request_id = text(request_id, "request_id")?;
         let hashes = HashList::new(block_hashes, "block_hashes")?;
         let num_prompt_tokens = num_prompt_tokens.map(|value| uint(value, "num_prompt_tokens")).transpose()?;
-        self.0.cache(request_id, &hashes, uint(num_tokens, "num_tokens")?, num_prompt_tokens).map_err(raise)
+        let num_tokens = uint(num_tokens, "num_tokens")?;
+        self.0.cache(request_id, &hashes, num_tokens, num_prompt_tokens).map_err(|error| hashes.raise(error))
     }
 
     /// Give back what a request's groups no longer need once `num_computed_tokens` tokens are computed.

@@ -22,7 +22,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         Error::PoolExhausted { .. } => classes::PoolExhaustedError::new_err(message),
         Error::StaleHit { .. } => classes::StaleHitError::new_err(message),
         Error::UnknownRequest(_) => classes::UnknownRequestError::new_err(message),
-        Error::DoubleFree { .. } => classes::DoubleFreeError::new_err(message),
+        Error::DoubleFree { .. } | Error::DoubleComplete { .. } => classes::DoubleFreeError::new_err(message),
         Error::Invariant(_) => classes::InvariantError::new_err(message),
     }
 }

@@ -13,6 +13,7 @@ mod events;
 mod geometry;
 mod hash;
 mod lists;
+mod offload;
 mod pool;
 
 use pyo3::prelude::*;
@@ -28,6 +29,8 @@ mod _core {
     use super::geometry::{GroupSpec, LayerSpec, Layout, LayoutTensor, LockstepSet, plan_layout};
     #[pymodule_export]
     use super::hash::{hash_blocks, none_hash};
+    #[pymodule_export]
+    use super::offload::{OffloadIndex, StorePlan};
     #[pymodule_export]
     use super::pool::BlockPool;
 

@@ -1,11 +1,14 @@
 //! Lists that cross the border: block ids and block hashes.
 
+use std::cell::RefCell;
+
 use lockstep_kv_core::hash::{BlockHash, BlockHashes};
 use lockstep_kv_core::{BlockId, Error, GroupId, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::args::{items, uint32, wrong_type};
+use crate::errors::raise;
 
 /// A list of block ids from Python.
 pub(crate) fn ids_of(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<BlockId>> {
@@ -31,7 +34,14 @@ pub(crate) fn tuple_of_rows<'py, 'a>(
 
 /// A Python list or tuple of block hashes, read one at a time.
 #[derive(Debug)]
-pub(crate) enum HashList<'a, 'py> {
+pub(crate) struct HashList<'a, 'py> {
+    items: HashItems<'a, 'py>,
+    /// Python's own error for an item of a wrong type, which has no counterpart in the core.
+    refused: RefCell<Option<PyErr>>,
+}
+
+#[derive(Debug)]
+enum HashItems<'a, 'py> {
     /// A list.
     List(&'a Bound<'py, PyList>),
     /// A tuple.
@@ -42,36 +52,46 @@ pub(crate) enum HashList<'a, 'py> {
 
 impl<'a, 'py> HashList<'a, 'py> {
     pub(crate) fn new(value: &'a Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
-        if let Ok(list) = value.cast::<PyList>() {
-            return Ok(Self::List(list));
-        }
-        if let Ok(tuple) = value.cast::<PyTuple>() {
-            return Ok(Self::Tuple(tuple));
-        }
-        items(value, name).map(Self::Items)
+        let items = match (value.cast::<PyList>(), value.cast::<PyTuple>()) {
+            (Ok(list), _) => HashItems::List(list),
+            (_, Ok(tuple)) => HashItems::Tuple(tuple),
+            _ => HashItems::Items(items(value, name)?),
+        };
+        Ok(Self { items, refused: RefCell::new(None) })
+    }
+
+    /// The exception for an error of a call that was given this list.
+    pub(crate) fn raise(&self, error: Error) -> PyErr {
+        self.refused.take().unwrap_or_else(|| raise(error))
     }
 }
 
 impl BlockHashes for HashList<'_, '_> {
     fn count(&self) -> usize {
-        match self {
-            Self::List(list) => list.len(),
-            Self::Tuple(tuple) => tuple.len(),
-            Self::Items(items) => items.len(),
+        match &self.items {
+            HashItems::List(list) => list.len(),
+            HashItems::Tuple(tuple) => tuple.len(),
+            HashItems::Items(items) => items.len(),
         }
     }
 
     fn get(&self, at: usize) -> Result<BlockHash> {
-        let item = match self {
-            Self::List(list) => list.get_item(at),
-            Self::Tuple(tuple) => tuple.get_item(at),
-            Self::Items(items) => Ok(items[at].clone()),
+        let item = match &self.items {
+            HashItems::List(list) => list.get_item(at),
+            HashItems::Tuple(tuple) => tuple.get_item(at),
+            HashItems::Items(items) => Ok(items[at].clone()),
         };
-        let refused = |error: &dyn std::fmt::Display| Error::Config(format!("block_hashes[{at}]: {error}"));
-        let item = item.map_err(|error| refused(&error))?;
+        let refused = |error: PyErr| {
+            let message = error.to_string();
+            self.refused.replace(Some(error));
+            Error::Config(message)
+        };
+        let item = item.map_err(refused)?;
         match item.cast::<PyBytes>() {
-            Ok(bytes) => BlockHash::new(bytes.as_bytes()).map_err(|error| refused(&error)),
-            Err(_) => Err(Error::Config(wrong_type(&format!("block_hashes[{at}]"), "bytes", &item).to_string())),
+            Ok(bytes) => {
+                BlockHash::new(bytes.as_bytes()).map_err(|error| Error::Config(format!("block_hashes[{at}]: {error}")))
+            }
+            Err(_) => Err(refused(wrong_type(&format!("block_hashes[{at}]"), "bytes", &item))),
         }
     }
 }

@@ -93,13 +93,14 @@ impl Geometry {
         for set in &sets {
             let span = set.tokens_per_block;
             common = greatest_common_divisor(common, span);
-            alignment = (alignment / greatest_common_divisor(alignment, span))
-                .checked_mul(span)
-                .ok_or_else(|| Error::config("the least common multiple of the sets' tokens per block overflows"))?;
+            alignment = (alignment / greatest_common_divisor(alignment, span)).checked_mul(span).ok_or_else(|| {
+                let spans = spans(&sets);
+                Error::config(format!("the least common multiple of the sets' tokens per block {spans:?} overflows"))
+            })?;
         }
         let hash_block_tokens = config.hash_block_tokens.unwrap_or(common);
         if hash_block_tokens == 0 || !common.is_multiple_of(hash_block_tokens) {
-            let spans: Vec<_> = sets.iter().map(|set| set.tokens_per_block).collect();
+            let spans = spans(&sets);
             return Err(Error::config(format!(
                 "hash_block_tokens must divide the tokens per block of every set {spans:?}, got {hash_block_tokens}"
             )));
@@ -128,6 +129,11 @@ impl Geometry {
     pub(super) fn hashes_per_block(&self, set: usize) -> usize {
         usize::try_from(self.span(set) / self.hash_block_tokens).unwrap_or(usize::MAX)
     }
+}
+
+/// Tokens per block of each set.
+fn spans(sets: &[LockstepSet]) -> Vec<u64> {
+    sets.iter().map(|set| set.tokens_per_block).collect()
 }
 
 /// Euclid's algorithm; `(0, n)` gives n.

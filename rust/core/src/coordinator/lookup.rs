@@ -42,6 +42,12 @@ impl PrefixHit {
         self.set_of_group.get(group.0 as usize).map_or(&[], |&set| self.row(set))
     }
 
+    /// Whether hashes that repeat have led to one block twice.
+    pub(super) fn names_a_block_twice(&self) -> bool {
+        let mut seen = hashbrown::HashSet::new();
+        self.rows.iter().flat_map(|row| &row.blocks).any(|block| !seen.insert(*block))
+    }
+
     /// The blocks found for a set.
     pub(super) fn row(&self, set: usize) -> &[BlockId] {
         &self.rows[set].blocks

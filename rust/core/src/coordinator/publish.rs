@@ -34,7 +34,7 @@ impl Coordinator {
         // All sets are checked before the first is changed.
         let plan = |set: usize, row: &Row| Plan::new(config, geometry, set, row, num_tokens, num_prompt_tokens);
         for (set, row) in request.rows.iter().enumerate() {
-            let slots = row.blocks.len() as u64 * geometry.span(set);
+            let slots = (row.blocks.len() as u64).saturating_mul(geometry.span(set));
             if num_tokens > slots {
                 return Err(Error::config(format!(
                     "num_tokens {num_tokens} exceeds the {slots} slots of request {request_id:?}"
@@ -81,7 +81,7 @@ impl Plan {
             num_tokens
         } else {
             let aligned = num_tokens - num_tokens % geometry.alignment;
-            if drops_last_block && aligned > 0 { num_tokens.min(aligned + span) } else { aligned }
+            if drops_last_block && aligned > 0 { num_tokens.min(aligned.saturating_add(span)) } else { aligned }
         };
         let tail = num_prompt_tokens.and_then(|prompt| {
             // A resent prompt can match all its tokens but the last; a draft model's lookup reads them all.

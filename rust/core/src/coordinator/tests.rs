@@ -196,6 +196,6 @@ fn hashes_of_what_is_published_already_are_not_needed_again() -> Result<()> {
     assert!(run(&mut c, "running", &sequence, 8));
     c.cache("running", &[] as &[[u8; 32]], 8, None)?;
     assert!(c.allocate(&AllocateRequest::new("running", 12))?.is_some());
-    assert!(matches!(c.cache("running", &sequence, 12, None), Err(Error::Config(_))));
+    assert!(matches!(c.cache("running", sequence.as_slice(), 12, None), Err(Error::Config(_))));
     Ok(())
 }

@@ -98,10 +98,14 @@ pub fn plan_layout(request: &LayoutRequest<'_>) -> Result<Layout> {
     }
 
     let mut bytes_per_block = 0;
-    let mut blocks_per_request = 0;
+    let mut blocks_per_request = 0_u64;
     for set in &sets {
         bytes_per_block = bytes_per_block.max(set_bytes_per_block(set, request.groups)?);
-        blocks_per_request += request.max_model_len.div_ceil(set.tokens_per_block);
+        let blocks = request.max_model_len.div_ceil(set.tokens_per_block);
+        blocks_per_request = blocks_per_request.checked_add(blocks).ok_or_else(|| {
+            let (tokens, sum) = (request.max_model_len, u128::from(blocks_per_request) + u128::from(blocks));
+            Error::config(format!("max_model_len {tokens} needs {sum} blocks, which overflow 64 bits"))
+        })?;
     }
 
     let num_blocks = match (request.num_blocks, request.available_bytes) {
@@ -126,7 +130,7 @@ pub fn plan_layout(request: &LayoutRequest<'_>) -> Result<Layout> {
             "a request of max_model_len {} tokens needs {blocks_per_request} blocks of {bytes_per_block} bytes beside \
              the null block, but only {num_blocks} blocks fit in all; give at least {} bytes or lower max_model_len",
             request.max_model_len,
-            u128::from(blocks_per_request + 1) * u128::from(bytes_per_block)
+            (u128::from(blocks_per_request) + 1).saturating_mul(u128::from(bytes_per_block))
         )));
     }
 
@@ -140,7 +144,9 @@ fn set_bytes_per_block(set: &LockstepSet, groups: &[GroupSpec]) -> Result<u64> {
     let mut sum = 0_u64;
     for group in &set.group_ids {
         let bytes = groups[group.0 as usize].bytes_per_block()?;
-        sum = sum.checked_add(bytes).ok_or_else(|| Error::config("the sum of page_bytes overflows"))?;
+        sum = sum.checked_add(bytes).ok_or_else(|| {
+            Error::config(format!("the sum of page_bytes overflows: {sum} and {bytes} bytes do not fit in 64 bits"))
+        })?;
     }
     Ok(sum)
 }

@@ -14,7 +14,7 @@ pub(crate) use block_pool::Generation;
 use crate::error::{Error, Result};
 
 /// Reserves exactly `len` elements, so that a table too large for the machine is refused instead of aborting.
-fn reserve<T>(len: usize, what: &str) -> Result<Vec<T>> {
+pub(crate) fn reserve<T>(len: usize, what: &str) -> Result<Vec<T>> {
     let mut table = Vec::new();
     table.try_reserve_exact(len).map_err(|_| {
         Error::config(format!("not enough memory for {what}: {len} entries of {} bytes", size_of::<T>()))

@@ -22,7 +22,7 @@ pub(crate) fn kind_of(error: &Error) -> Kind {
         Error::PoolExhausted { .. } => Kind::Exhausted,
         Error::StaleHit { .. } => Kind::Stale,
         Error::UnknownRequest(_) => Kind::UnknownRequest,
-        Error::DoubleFree { .. } => Kind::DoubleFree,
+        Error::DoubleFree { .. } | Error::DoubleComplete { .. } => Kind::DoubleFree,
         Error::Invariant(_) => Kind::Invariant,
     }
 }
