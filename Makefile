@@ -1,4 +1,4 @@
-# Five commands: demo, test, lint, fuzz, bench. Each sets up what it needs in .venv and target, and is quick when nothing
+# Four commands: demo, test, lint, bench. Each sets up what it needs in .venv and target, and is quick when nothing
 # has changed.
 
 PYTHON ?= python3
@@ -6,7 +6,7 @@ BIN := .venv/bin
 TRACE ?= $(wildcard ../shared/data/mooncake_conversation_trace.jsonl)
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: demo test lint build clean
+.PHONY: demo test lint bench build clean
 
 demo: build
 	$(BIN)/lockstep-kv demo $(if $(TRACE),--trace "$(TRACE)")
@@ -23,6 +23,11 @@ lint: build
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest lockstep_kv._core
+
+# Needs vLLM 0.32 beside this package: VLLM_PYTHON is the Python that has it.
+VLLM_PYTHON ?= $(BIN)/python
+bench: build
+	PYTHONPATH=python $(VLLM_PYTHON) benches/replay_vs_vllm.py "$(or $(TRACE),$(error give TRACE=file.jsonl))"
 
 build: .venv/built
 
