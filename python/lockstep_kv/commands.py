@@ -25,7 +25,7 @@ from lockstep_kv.replay import longest_request, replay
 from lockstep_kv.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from lockstep_kv._core import Layout
     from lockstep_kv.demo import DemoResult
@@ -44,7 +44,9 @@ _err = Console(stderr=True)
 
 _UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _UNITS["TiB"] = 2**40
-_DEMO_REQUESTS = 2000
+_DEMO_REQUESTS = 6000
+# What a measured deployment of GLM-5.2 with a replicated indexer had.
+_REPLAY_BLOCKS = 5984
 _FILE_WIDTH = 160
 
 Config = Annotated[Path, typer.Option("--config", help="The model's config.json, or its folder.")]
@@ -57,6 +59,8 @@ CacheDtype = Annotated[
 ]
 Dcp = Annotated[int, typer.Option("--dcp", help="Ranks in the decode-context-parallel group.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens of one block on one rank.")]
+TensorParallel = Annotated[int, typer.Option("--tp", help="Divides the KV heads of full attention.")]
+Mtp = Annotated[bool, typer.Option(help="Count the multi-token-prediction layers.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -66,6 +70,8 @@ def parse_bytes(text: str) -> int:
     Raises `ConfigError` for anything else.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text.strip())
+    if match is not None and not match[2] and "." in match[1]:
+        raise ConfigError(f"a size in bytes must be whole, got {text!r}: a unit is missing")
     if match is None or match[2] not in {*_UNITS, "B"}:
         known = ", ".join(unit for unit in _UNITS if unit)
         raise ConfigError(f"a size must be bytes or a number with one of {known}, got {text!r}")
@@ -97,14 +103,18 @@ def plan(
     kv_cache_dtype: CacheDtype = "auto",
     dcp: Dcp = 1,
     indexer_shards: Annotated[
-        str, typer.Option(help="Choices to compare, such as 8,4,2,1; 0 = as sharded as the main cache.")
+        str,
+        typer.Option(
+            help="Choices to compare, such as 8,4,2,1; 0 = as sharded as the main cache. Multi-token-prediction layers "
+            "keep the main cache's shards."
+        ),
     ] = "0",
     block_size: BlockSize = 64,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest request in tokens; the model's own if not given.")
     ] = None,
-    tensor_parallel_size: Annotated[int, typer.Option("--tp", help="Divides the KV heads of full attention.")] = 1,
-    mtp: Annotated[bool, typer.Option(help="Count the multi-token-prediction layers.")] = True,
+    tensor_parallel_size: TensorParallel = 1,
+    mtp: Mtp = True,
     as_json: AsJson = False,
 ) -> None:
     """Show how many tokens fit, and what replicating the indexer costs."""
@@ -165,36 +175,21 @@ def _plan_row(layout: Layout) -> dict[str, Any]:
 
 
 def _print_plan(rows: list[dict[str, Any]], max_model_len: int) -> None:
-    names = (
-        "indexer\nshards",
-        "bytes/\nblock",
-        "tokens/\nblock",
-        "blocks",
-        "capacity\ntokens",
-        "concur-\nrency",
-        "cost",
-    )
-    table = _table(f"Requests of up to {max_model_len:,} tokens", *names)
-    table.add_column("sets", no_wrap=True)
-    notes = []
-    for row in rows:
-        if "blocks" not in row:
-            table.add_row(str(row["indexer_shards"]), "does not fit")
-            notes.append(f"{row['indexer_shards']} shards: {row['does_not_fit']}")
-            continue
-        notes += row["why_separate"]
-        table.add_row(
-            str(row["indexer_shards"]),
-            f"{row['bytes_per_block']:,}",
-            " / ".join(f"{tokens:,}" for tokens in row["tokens_per_block"]),
-            f"{row['blocks']:,}",
-            f"{row['capacity_tokens']:,}",
-            f"{row['max_concurrency']:.2f}x",
-            f"{row['cost']:.2%}",
-            " ".join("{" + ", ".join(map(str, groups)) + "}" for groups in row["sets"]),
-        )
-    _print(table)
-    for note in notes:
+    fitting = [row for row in rows if "blocks" in row]
+    if fitting:
+        table = _table(f"Requests of up to {max_model_len:,} tokens", "indexer shards", fitting)
+        _add_row(table, "bytes per block, on one rank", (f"{row['bytes_per_block']:,}" for row in fitting))
+        spans = [" / ".join(f"{tokens:,}" for tokens in row["tokens_per_block"]) for row in fitting]
+        _add_row(table, "tokens per block, per set", spans)
+        _add_row(table, "blocks", (f"{row['blocks']:,}" for row in fitting))
+        _add_row(table, "capacity in tokens", (f"{row['capacity_tokens']:,}" for row in fitting))
+        _add_row(table, "requests at once", (f"{row['max_concurrency']:.2f}" for row in fitting))
+        _add_row(table, "cost, of the best above", (f"{row['cost']:.2%}" for row in fitting))
+        sets = (" ".join("{" + ", ".join(map(str, groups)) + "}" for groups in row["sets"]) for row in fitting)
+        _add_row(table, "sets of groups in lockstep", sets)
+        _print(table)
+    notes = [f"{row['indexer_shards']} indexer shards: {row['does_not_fit']}" for row in rows if "blocks" not in row]
+    for note in notes + [note for row in fitting for note in row["why_separate"]]:
         _print(note)
 
 
@@ -202,31 +197,52 @@ def _print_plan(rows: list[dict[str, Any]], max_model_len: int) -> None:
 def replay_trace(
     *,
     trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format, one JSON object per line.")],
-    num_blocks: Annotated[int, typer.Option(help="Blocks in the pool, the null block included.")] = 5984,
-    block_tokens: Annotated[int, typer.Option(help="Tokens per block, without --config.")] = TRACE_BLOCK_TOKENS,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="Blocks in the pool, the null block included. [default: 5984, or by --kv-bytes]")
+    ] = None,
+    kv_bytes: Annotated[
+        str | None, typer.Option(help="With --config: bytes for the cache on one rank, instead of --num-blocks.")
+    ] = None,
+    block_tokens: Annotated[int | None, typer.Option(help="Tokens per block, without --config. [default: 512]")] = None,
     concurrency: Annotated[int, typer.Option(help="Requests that hold their blocks at once.")] = 1,
     config: Annotated[Path | None, typer.Option(help="A model's config.json, to replay on its groups.")] = None,
     kv_cache_dtype: CacheDtype = "auto",
     dcp: Dcp = 1,
     indexer_shards: Annotated[int, typer.Option(help="0 = as sharded as the main cache.")] = 0,
     block_size: BlockSize = 64,
+    tensor_parallel_size: TensorParallel = 1,
+    mtp: Mtp = True,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace to see what it would hit, evict and have to wait for."""
     requests = read_trace(trace)
+    longest = longest_request(requests)
     if config is None:
-        groups = [GroupSpec("full", block_tokens, [LayerSpec("layer", 1)], kv_shards=1)]
+        if kv_bytes is not None:
+            raise ConfigError(f"--kv-bytes needs --config, got {kv_bytes!r} without it")
+        tokens = TRACE_BLOCK_TOKENS if block_tokens is None else block_tokens
+        groups = [GroupSpec("full", tokens, [LayerSpec("layer", 1)], kv_shards=1)]
     else:
+        if block_tokens is not None:
+            raise ConfigError(f"--block-tokens is for replays without --config, got {block_tokens}")
         groups = model_groups(
             config,
             kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
             dcp_world_size=dcp,
             indexer_shards=indexer_shards,
+            include_mtp=mtp,
+            tensor_parallel_size=tensor_parallel_size,
         )
-    coordinator = Coordinator(
-        CoordinatorConfig(groups, num_blocks, dcp_world_size=dcp, max_model_len=longest_request(requests))
-    )
+    if kv_bytes is not None:
+        if num_blocks is not None:
+            raise ConfigError(f"give --num-blocks or --kv-bytes, got {num_blocks} and {kv_bytes!r}")
+        available = parse_bytes(kv_bytes)
+        layout = plan_layout(groups, dcp_world_size=dcp, available_bytes=available, max_model_len=longest)
+        num_blocks = layout.num_blocks
+    elif num_blocks is None:
+        num_blocks = _REPLAY_BLOCKS
+    coordinator = Coordinator(CoordinatorConfig(groups, num_blocks, dcp_world_size=dcp, max_model_len=longest))
     with _progress() as progress:
         task = progress.add_task("replay", total=len(requests))
         report = replay(
@@ -245,6 +261,8 @@ def replay_trace(
         for name, value in figures.items():
             table.add_row(name.replace("_", " "), _figure(name, value))
         _print(table)
+        if report.rejected:
+            _print(f"{report.rejected:,} requests were rejected: they do not fit even in an empty pool.")
 
 
 def _report_figures(report: ReplayReport) -> dict[str, Any]:
@@ -305,45 +323,37 @@ def _demo_figures(result: DemoResult) -> dict[str, Any]:
 
 
 def _print_demo(results: list[DemoResult], trace: Path | None) -> None:
-    load = "a generated load" if trace is None else escape(trace.name)
+    load = "a generated load" if trace is None else trace.name
+    rows = [{"indexer_shards": result.indexer_shards} for result in results]
     table = _table(
-        f"GLM-5.2 at DCP8, {results[0].report.requests:,} requests of {load}",
-        "indexer\nshards",
-        "bytes/\nblock",
-        "blocks",
-        "capacity\ntokens",
-        "hit\nrate",
-        "evicted\nblocks",
-        "blocks/s",
-        "pages\nwritten",
-        "pages\nverified",
-        "tensors\n(MB)",
-        "seconds",
+        f"GLM-5.2 at DCP8, {results[0].report.requests:,} requests of {escape(load)}", "indexer shards", rows
     )
-    for result in results:
-        table.add_row(
-            str(result.indexer_shards),
-            f"{result.layout.bytes_per_block:,}",
-            f"{result.layout.num_blocks:,}",
-            f"{result.layout.capacity_tokens:,}",
-            f"{result.report.hit_rate:.2%}",
-            f"{result.report.evicted_blocks:,}",
-            f"{result.report.blocks_per_second:,.0f}",
-            f"{result.pages_written:,}",
-            f"{result.pages_verified:,}",
-            f"{result.shrunk_bytes / 1e6:,.0f}",
-            f"{result.seconds:.1f}",
-        )
+    reports = [result.report for result in results]
+    _add_row(table, "bytes per block, on one rank", (f"{result.layout.bytes_per_block:,}" for result in results))
+    _add_row(table, "blocks", (f"{result.layout.num_blocks:,}" for result in results))
+    _add_row(table, "capacity in tokens", (f"{result.layout.capacity_tokens:,}" for result in results))
+    _add_row(table, "hit rate", (f"{report.hit_rate:.2%}" for report in reports))
+    _add_row(table, "blocks evicted", (f"{report.evicted_blocks:,}" for report in reports))
+    _add_row(table, "blocks handed out per second", (f"{report.blocks_per_second:,.0f}" for report in reports))
+    _add_row(table, "pages written, on all ranks", (f"{result.pages_written:,}" for result in results))
+    _add_row(table, "pages read back and compared", (f"{result.pages_verified:,}" for result in results))
+    _add_row(table, "shrunk tensors of all ranks (MB)", (f"{result.shrunk_bytes / 1e6:,.0f}" for result in results))
+    _add_row(table, "seconds in all", (f"{result.seconds:.1f}" for result in results))
     _print(table)
     _print("Every page of every prefix hit was read back on all 8 ranks and holds what was written for it.")
 
 
-def _table(title: str, *names: str) -> Table:
-    """A table of figures."""
+def _table(title: str, choice: str, rows: list[dict[str, Any]]) -> Table:
+    """A table with one column per choice, which fits a narrow terminal."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), title_justify="left")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(choice)
+    for row in rows:
+        table.add_column(str(row["indexer_shards"]), justify="right", no_wrap=True)
     return table
+
+
+def _add_row(table: Table, name: str, figures: Iterable[str]) -> None:
+    table.add_row(name, *figures)
 
 
 def _print(what: Table | str) -> None:

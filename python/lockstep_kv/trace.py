@@ -18,8 +18,11 @@ TRACE_BLOCK_TOKENS = 512
 """Tokens that one hash id stands for; the last one of a request may stand for fewer."""
 
 _LONGEST = 2**31 - 1
+# A generated load has so many conversations at a time, of up to so many tokens: more than the smaller caches hold.
+_TALKS = 400
+_LONGEST_TALK = 96 * TRACE_BLOCK_TOKENS
 # Of generated requests, so many are a later turn of a conversation.
-_NEXT_TURN_SHARE = 0.6
+_NEXT_TURN_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def generate_trace(num_requests: int, *, seed: int = 0) -> list[TraceRequest]:
         tail = new_ids(1) if length % TRACE_BLOCK_TOKENS else []
         requests.append(TraceRequest(at * 250, length, output, tuple(blocks + tail)))
         length += output
-        if length < 64 * TRACE_BLOCK_TOKENS:
+        if length < _LONGEST_TALK:
             conversations.append((blocks + new_ids(length // TRACE_BLOCK_TOKENS - full), length))
-            del conversations[:-64]
+            del conversations[:-_TALKS]
     return requests

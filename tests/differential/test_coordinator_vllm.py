@@ -6,9 +6,7 @@ and events. vLLM is the judge; where it is not installed these tests are skipped
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,20 +18,17 @@ from lockstep_kv import (
     BlockStored,
     Coordinator,
     CoordinatorConfig,
-    GroupSpec,
-    LayerSpec,
 )
 
 os.environ.setdefault("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
-import torch
+from stock import MAX_MODEL_LEN, Config, configs
 from vllm.distributed import kv_events
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.request import Request
 
 if TYPE_CHECKING:
@@ -41,97 +36,12 @@ if TYPE_CHECKING:
 
 init_none_hash(sha256)
 
-MAX_MODEL_LEN = 512
-
-
-@dataclass(frozen=True)
-class Group:
-    """One group of a configuration, for both sides."""
-
-    kind: str
-    block_size: int
-    sharded: bool
-    width: int
-    is_eagle: bool
-
-    def ours(self, number: int) -> GroupSpec:
-        # Only equality of the page size matters here, as it decides which groups vLLM looks up together.
-        layer = LayerSpec(f"layer.{number}", self.block_size * self.width)
-        shards = None if self.sharded else 1
-        return GroupSpec(self.kind, self.block_size, [layer], kv_shards=shards, is_eagle=self.is_eagle)
-
-    def theirs(self, number: int) -> KVCacheGroupSpec:
-        cls = MLAAttentionSpec if self.kind == "mla" else FullAttentionSpec
-        spec = cls(
-            block_size=self.block_size,
-            num_kv_heads=1,
-            head_size=self.width,
-            dtype=torch.float32,
-            dcp_sharded=self.sharded,
-        )
-        return KVCacheGroupSpec([f"layer.{number}"], spec, is_eagle_group=self.is_eagle)
-
-
-@dataclass(frozen=True)
-class Config:
-    """A configuration, for both sides."""
-
-    groups: tuple[Group, ...]
-    num_blocks: int
-    dcp: int
-    enable_caching: bool
-    use_eagle: bool
-
-    @property
-    def spans(self) -> list[int]:
-        return [group.block_size * (self.dcp if group.sharded else 1) for group in self.groups]
-
-
-@st.composite
-def configs(draw: st.DrawFn) -> Config:
-    dcp = draw(st.sampled_from([1, 1, 2, 4]))
-    # MLA groups of mixed shards and one span move in lockstep here and not in vLLM, so groups of a configuration are
-    # all of one kind, and MLA groups are all sharded. On one rank vLLM can still tell a sharded spec from one that is
-    # not, and would not look the two up together; here they are the same geometry.
-    kind = draw(st.sampled_from(["full", "mla"]))
-    group = st.builds(
-        Group,
-        kind=st.just(kind),
-        block_size=st.sampled_from([2, 4, 8]),
-        sharded=st.just(True) if kind == "mla" or dcp == 1 else st.booleans(),
-        width=st.sampled_from([8, 16]),
-        is_eagle=st.booleans() if draw(st.booleans()) else st.just(False),
-    )
-    groups = tuple(draw(st.lists(group, min_size=1, max_size=3)))
-    return Config(
-        groups=groups,
-        num_blocks=draw(st.sampled_from([9, 24, 40, 60, 90])),
-        dcp=dcp,
-        enable_caching=draw(st.sampled_from([True, True, True, False])),
-        use_eagle=draw(st.booleans()) or any(group.is_eagle for group in groups),
-    )
-
 
 class Pair:
     """Both managers and the requests they serve."""
 
     def __init__(self, config: Config) -> None:
-        spans = config.spans
-        self.hash_tokens = math.gcd(*spans)
-        self.theirs = KVCacheManager(
-            KVCacheConfig(
-                num_blocks=config.num_blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=[group.theirs(at) for at, group in enumerate(config.groups)],
-            ),
-            max_model_len=MAX_MODEL_LEN,
-            scheduler_block_size=math.lcm(*spans),
-            hash_block_size=self.hash_tokens,
-            enable_caching=config.enable_caching,
-            use_eagle=config.use_eagle,
-            enable_kv_cache_events=True,
-            dcp_world_size=config.dcp,
-        )
+        self.theirs = KVCacheManager(**config.arguments())
         self.ours = Coordinator(
             CoordinatorConfig(
                 [group.ours(at) for at, group in enumerate(config.groups)],
@@ -143,7 +53,7 @@ class Pair:
                 enable_events=True,
             )
         )
-        self.hasher: Callable[[Request], Any] = get_request_block_hasher(self.hash_tokens, sha256)
+        self.hasher: Callable[[Request], Any] = get_request_block_hasher(config.hash_tokens, sha256)
         self.all: dict[str, Request] = {}
         self.running: list[Request] = []
 

@@ -3,152 +3,15 @@
 use lockstep_kv_core as core;
 use lockstep_kv_core::{BlockId, GroupId};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
-use crate::args::{Given, bytes, text, uint, uint32, wrong_type};
-use crate::errors::raise;
+use crate::args::{Given, bytes, items, text, uint, uint32, wrong_type};
+use crate::config::CoordinatorConfig;
+use crate::errors::{config_error, raise};
 use crate::events::list_of_events;
-use crate::geometry::{GroupSpec, groups_of, tuple_of_sets};
+use crate::geometry::tuple_of_sets;
+use crate::hit::{PrefixHit, hit_of};
 use crate::lists::{HashList, ids_of, list_of_ids, tuple_of_rows};
-
-/// What a coordinator is made from.
-///
-/// `num_blocks` includes the null block. `dcp_world_size` is the number of decode-context-parallel ranks.
-/// `hash_block_tokens` is the number of tokens per block hash (None = the greatest common divisor of all sets' tokens
-/// per block). With `use_eagle`, groups marked `is_eagle` (all, if none is) leave the last block of a hit to be computed
-/// again.
-///
-/// Raises `ConfigError` naming the value that cannot be used.
-#[pyclass(frozen, eq, module = "lockstep_kv")]
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct CoordinatorConfig(core::CoordinatorConfig);
-
-#[pymethods]
-impl CoordinatorConfig {
-    #[new]
-    #[pyo3(
-        signature = (groups, num_blocks, *, dcp_world_size=Given::NO, enable_caching=Given::NO, hash_block_tokens=None, max_model_len, use_eagle=Given::NO, enable_events=Given::NO),
-        text_signature = "(groups, num_blocks, *, dcp_world_size=1, enable_caching=True, hash_block_tokens=None, max_model_len, use_eagle=False, enable_events=False)"
-    )]
-    fn new(
-        groups: &Bound<'_, PyAny>,
-        num_blocks: &Bound<'_, PyAny>,
-        dcp_world_size: Given<'_>,
-        enable_caching: Given<'_>,
-        hash_block_tokens: Option<&Bound<'_, PyAny>>,
-        max_model_len: &Bound<'_, PyAny>,
-        use_eagle: Given<'_>,
-        enable_events: Given<'_>,
-    ) -> PyResult<Self> {
-        let config = core::CoordinatorConfig {
-            groups: groups_of(groups)?,
-            num_blocks: uint32(num_blocks, "num_blocks")?,
-            dcp_world_size: dcp_world_size.uint32("dcp_world_size", 1)?,
-            enable_caching: enable_caching.flag("enable_caching", true)?,
-            hash_block_tokens: hash_block_tokens.map(|value| uint(value, "hash_block_tokens")).transpose()?,
-            max_model_len: uint(max_model_len, "max_model_len")?,
-            use_eagle: use_eagle.flag("use_eagle", false)?,
-            enable_events: enable_events.flag("enable_events", false)?,
-        };
-        config.validate().map_err(raise)?;
-        Ok(Self(config))
-    }
-
-    /// The groups.
-    #[getter]
-    fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.0.groups.iter().cloned().map(GroupSpec).collect::<Vec<_>>())
-    }
-
-    /// Blocks in the pool, the null block included.
-    #[getter]
-    fn num_blocks(&self) -> u32 {
-        self.0.num_blocks
-    }
-
-    /// Ranks in the decode-context-parallel group.
-    #[getter]
-    fn dcp_world_size(&self) -> u32 {
-        self.0.dcp_world_size
-    }
-
-    /// Whether prefixes are shared.
-    #[getter]
-    fn enable_caching(&self) -> bool {
-        self.0.enable_caching
-    }
-
-    /// Tokens per block hash as given; None = the greatest common divisor of all sets' tokens per block.
-    #[getter]
-    fn hash_block_tokens(&self) -> Option<u64> {
-        self.0.hash_block_tokens
-    }
-
-    /// Longest request, in tokens.
-    #[getter]
-    fn max_model_len(&self) -> u64 {
-        self.0.max_model_len
-    }
-
-    /// Whether a draft model reads the cache.
-    #[getter]
-    fn use_eagle(&self) -> bool {
-        self.0.use_eagle
-    }
-
-    /// Whether events are noted.
-    #[getter]
-    fn enable_events(&self) -> bool {
-        self.0.enable_events
-    }
-
-    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyDict>)> {
-        let options = PyDict::new(py);
-        options.set_item("dcp_world_size", self.0.dcp_world_size)?;
-        options.set_item("enable_caching", self.0.enable_caching)?;
-        options.set_item("hash_block_tokens", self.0.hash_block_tokens)?;
-        options.set_item("max_model_len", self.0.max_model_len)?;
-        options.set_item("use_eagle", self.0.use_eagle)?;
-        options.set_item("enable_events", self.0.enable_events)?;
-        Ok(((self.groups(py)?, self.0.num_blocks).into_pyobject(py)?, options))
-    }
-
-    fn __repr__(&self) -> String {
-        let config = &self.0;
-        format!(
-            "CoordinatorConfig({} groups, {} blocks, dcp_world_size={}, max_model_len={})",
-            config.groups.len(),
-            config.num_blocks,
-            config.dcp_world_size,
-            config.max_model_len
-        )
-    }
-}
-
-/// A prefix found in the pool. It holds no references; using it after one of its blocks lost its keys raises
-/// `StaleHitError`.
-#[pyclass(frozen, eq, module = "lockstep_kv")]
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct PrefixHit(core::PrefixHit);
-
-#[pymethods]
-impl PrefixHit {
-    /// Tokens found; the same for every group.
-    #[getter]
-    fn num_tokens(&self) -> u64 {
-        self.0.num_tokens()
-    }
-
-    /// One list of block ids per group, in the order of the tokens.
-    #[getter]
-    fn block_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        tuple_of_rows(py, self.0.num_groups(), |group| self.0.block_ids(group))
-    }
-
-    fn __repr__(&self) -> String {
-        format!("PrefixHit(num_tokens={})", self.0.num_tokens())
-    }
-}
 
 /// Blocks for the requests of one engine, over one pool and any number of lockstep sets.
 ///
@@ -248,23 +111,84 @@ impl Coordinator {
         num_external_tokens: Given<'py>,
         reserved_blocks: Given<'py>,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let hit = match hit.map(|hit| (hit, hit.cast::<PrefixHit>())) {
-            None => None,
-            Some((_, Ok(hit))) => Some(&hit.get().0),
-            Some((value, Err(_))) => return Err(wrong_type("hit", "a PrefixHit", value)),
-        };
         let ask = core::AllocateRequest {
             request_id: text(request_id, "request_id")?,
             num_tokens: uint(num_tokens, "num_tokens")?,
-            hit,
+            hit: hit_of(hit)?,
             num_external_tokens: num_external_tokens.uint("num_external_tokens", 0)?,
             reserved_blocks: reserved_blocks.uint("reserved_blocks", 0)?,
+            ..core::AllocateRequest::new("", 0)
         };
         let num_groups = self.num_groups();
         match self.0.allocate(&ask).map_err(raise)? {
             Some(allocation) => tuple_of_rows(py, num_groups, |group| allocation.new_ids(group)).map(Some),
             None => Ok(None),
         }
+    }
+
+    /// `allocate` and then `cache`, in one call: slots for `num_tokens` tokens, and if they are there, publication of the
+    /// first `cache_tokens` tokens (None = nothing) with `block_hashes`.
+    ///
+    /// `whole_tokens` (0 = do not ask) must fit as well, whatever is reserved, and `watermark_blocks` free blocks must be
+    /// left over either way. Returns what `allocate` returns, but an empty tuple if there is nothing new. Either all is
+    /// done or nothing is.
+    #[pyo3(
+        signature = (request_id, num_tokens, *, hit=None, num_external_tokens=Given::NO, reserved_blocks=Given::NO, watermark_blocks=Given::NO, whole_tokens=Given::NO, block_hashes=None, cache_tokens=None, num_prompt_tokens=None),
+        text_signature = "($self, request_id, num_tokens, *, hit=None, num_external_tokens=0, reserved_blocks=0, watermark_blocks=0, whole_tokens=0, block_hashes=None, cache_tokens=None, num_prompt_tokens=None)"
+    )]
+    fn allocate_slots<'py>(
+        &mut self,
+        py: Python<'py>,
+        request_id: &Bound<'py, PyAny>,
+        num_tokens: &Bound<'py, PyAny>,
+        hit: Option<&Bound<'py, PyAny>>,
+        num_external_tokens: Given<'py>,
+        reserved_blocks: Given<'py>,
+        watermark_blocks: Given<'py>,
+        whole_tokens: Given<'py>,
+        block_hashes: Option<&Bound<'py, PyAny>>,
+        cache_tokens: Option<&Bound<'py, PyAny>>,
+        num_prompt_tokens: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let ask = core::AllocateRequest {
+            request_id: text(request_id, "request_id")?,
+            num_tokens: uint(num_tokens, "num_tokens")?,
+            hit: hit_of(hit)?,
+            num_external_tokens: num_external_tokens.uint("num_external_tokens", 0)?,
+            reserved_blocks: reserved_blocks.uint("reserved_blocks", 0)?,
+            watermark_blocks: watermark_blocks.uint("watermark_blocks", 0)?,
+            whole_tokens: whole_tokens.uint("whole_tokens", 0)?,
+        };
+        let num_groups = self.num_groups();
+        let allocation = match (cache_tokens, block_hashes) {
+            (None, _) => self.0.allocate(&ask).map_err(raise)?,
+            (Some(_), None) => return Err(config_error("cache_tokens needs block_hashes".into())),
+            (Some(tokens), Some(hashes)) => {
+                let hashes = HashList::new(hashes, "block_hashes")?;
+                let tokens = uint(tokens, "cache_tokens")?;
+                let prompt = num_prompt_tokens.map(|value| uint(value, "num_prompt_tokens")).transpose()?;
+                self.0.allocate_and_cache(&ask, &hashes, tokens, prompt).map_err(|error| hashes.raise(error))?
+            }
+        };
+        match allocation {
+            None => Ok(None),
+            Some(new) if (0_u32..).take(num_groups).all(|group| new.new_ids(GroupId(group)).is_empty()) => {
+                Ok(Some(PyTuple::empty(py)))
+            }
+            Some(new) => tuple_of_rows(py, num_groups, |group| new.new_ids(group)).map(Some),
+        }
+    }
+
+    /// How many free blocks a request would take to have slots for `num_tokens` tokens, idle blocks of a hit included.
+    #[pyo3(signature = (request_id, num_tokens, *, hit=None))]
+    fn blocks_needed(
+        &self,
+        request_id: &Bound<'_, PyAny>,
+        num_tokens: &Bound<'_, PyAny>,
+        hit: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        let num_tokens = uint(num_tokens, "num_tokens")?;
+        self.0.blocks_needed(text(request_id, "request_id")?, num_tokens, hit_of(hit)?).map_err(raise)
     }
 
     /// Publish the full blocks of the first `num_tokens` tokens of a request that are not published yet.
@@ -301,6 +225,31 @@ impl Coordinator {
         self.0.free(text(request_id, "request_id")?).map_err(raise)
     }
 
+    /// End a request, but leave a pin wherever its rows named a block: `unpin` gives the blocks back later. Returns the
+    /// rows, one lockstep set after the other.
+    fn detach<'py>(&mut self, py: Python<'py>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        list_of_ids(py, &self.0.detach(text(request_id, "request_id")?).map_err(raise)?)
+    }
+
+    /// The requests that hold blocks, in no order.
+    fn request_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, self.0.request_ids().collect::<Vec<_>>())
+    }
+
+    /// Leading blocks of a request that need not be published any more, per group.
+    fn num_published<'py>(&self, py: Python<'py>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
+        let request_id = text(request_id, "request_id")?;
+        let groups = (0_u32..).take(self.num_groups()).map(GroupId);
+        let counts: Vec<_> =
+            groups.map(|group| self.0.num_published(request_id, group).map_err(raise)).collect::<PyResult<_>>()?;
+        PyTuple::new(py, counts)
+    }
+
+    /// Leading tokens of a request that can be found in every set, as long as nothing in between is evicted.
+    fn findable_tokens(&self, request_id: &Bound<'_, PyAny>) -> PyResult<u64> {
+        self.0.findable_tokens(text(request_id, "request_id")?).map_err(raise)
+    }
+
     /// A request's block ids, one list per group.
     fn block_ids<'py>(&self, py: Python<'py>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
         let request_id = text(request_id, "request_id")?;
@@ -329,6 +278,51 @@ impl Coordinator {
             Some(blocks) => PyTuple::new(py, blocks.iter().map(|block| block.0).collect::<Vec<_>>()).map(Some),
             None => Ok(None),
         }
+    }
+
+    /// The first block published under this hash in the set of this group, or None.
+    fn lookup_in_group(&self, block_hash: &Bound<'_, PyAny>, group: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+        let hash = core::hash::BlockHash::new(bytes(block_hash, "block_hash")?).map_err(raise)?;
+        let found = self.0.lookup_in_group(&hash, GroupId(uint32(group, "group")?)).map_err(raise)?;
+        Ok(found.map(|block| block.0))
+    }
+
+    /// The hashes a block is found by, each with the first group of its lockstep set, in the order of publication.
+    fn hashes_of<'py>(&self, py: Python<'py>, block_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let hashes = self.0.hashes_of(BlockId(uint32(block_id, "block_id")?)).map_err(raise)?;
+        PyList::new(py, hashes.iter().map(|(hash, group)| (PyBytes::new(py, hash), group.0)))
+    }
+
+    /// What each group would find by itself: one pair of block ids and tokens per group.
+    fn find_hit_per_group<'py>(
+        &self,
+        py: Python<'py>,
+        block_hashes: &Bound<'py, PyAny>,
+        max_tokens: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyTuple>> {
+        let hashes = HashList::new(block_hashes, "block_hashes")?;
+        let max_tokens = uint(max_tokens, "max_tokens")?;
+        let found = self.0.find_hit_per_group(&hashes, max_tokens).map_err(|error| hashes.raise(error))?;
+        let pairs: Vec<_> =
+            found.iter().map(|(blocks, tokens)| Ok((list_of_ids(py, blocks)?, *tokens))).collect::<PyResult<_>>()?;
+        PyTuple::new(py, pairs)
+    }
+
+    /// A hit on blocks that the caller knows to hold a request's first `num_tokens` tokens, one list per group.
+    fn hit_of(&self, block_ids: &Bound<'_, PyAny>, num_tokens: &Bound<'_, PyAny>) -> PyResult<PrefixHit> {
+        let rows: Vec<Vec<BlockId>> = items(block_ids, "block_ids")?
+            .iter()
+            .enumerate()
+            .map(|(group, row)| ids_of(row, &format!("block_ids[{group}]")))
+            .collect::<PyResult<_>>()?;
+        let rows: Vec<&[BlockId]> = rows.iter().map(Vec::as_slice).collect();
+        self.0.hit_of(&rows, uint(num_tokens, "num_tokens")?).map(PrefixHit).map_err(raise)
+    }
+
+    /// Take `n` blocks that are pinned instead of being part of a request; their keys are forgotten.
+    fn take_pinned<'py>(&mut self, py: Python<'py>, n: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let count = usize::try_from(uint(n, "n")?).unwrap_or(usize::MAX);
+        list_of_ids(py, &self.0.take_pinned(count).map_err(raise)?)
     }
 
     /// Add a pin per occurrence: a pinned block is not handed out, whoever gives it up.

@@ -233,7 +233,8 @@ impl LockstepSet {
 
     fn __repr__(&self) -> String {
         let ids: Vec<_> = self.0.group_ids.iter().map(|group| group.0.to_string()).collect();
-        format!("LockstepSet(group_ids=({},), tokens_per_block={})", ids.join(", "), self.0.tokens_per_block)
+        let comma = if ids.len() == 1 { "," } else { "" };
+        format!("LockstepSet(group_ids=({}{comma}), tokens_per_block={})", ids.join(", "), self.0.tokens_per_block)
     }
 }
 

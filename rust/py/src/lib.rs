@@ -7,11 +7,13 @@
 #![allow(clippy::too_many_arguments, reason = "Python's signatures have keyword arguments")]
 
 mod args;
+mod config;
 mod coordinator;
 mod errors;
 mod events;
 mod geometry;
 mod hash;
+mod hit;
 mod lists;
 mod offload;
 mod pool;
@@ -22,13 +24,17 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::coordinator::{Coordinator, CoordinatorConfig, PrefixHit};
+    use super::config::CoordinatorConfig;
+    #[pymodule_export]
+    use super::coordinator::Coordinator;
     #[pymodule_export]
     use super::events::{AllBlocksCleared, BlockRemoved, BlockStored};
     #[pymodule_export]
     use super::geometry::{GroupSpec, LayerSpec, Layout, LayoutTensor, LockstepSet, plan_layout};
     #[pymodule_export]
     use super::hash::{hash_blocks, none_hash};
+    #[pymodule_export]
+    use super::hit::PrefixHit;
     #[pymodule_export]
     use super::offload::{OffloadIndex, StorePlan};
     #[pymodule_export]

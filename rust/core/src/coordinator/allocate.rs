@@ -4,6 +4,7 @@
 use super::requests::Request;
 use super::{Coordinator, PrefixHit};
 use crate::error::{Error, Result};
+use crate::hash::BlockHashes;
 use crate::ids::{BlockId, GroupId};
 
 /// What is asked for.
@@ -19,12 +20,24 @@ pub struct AllocateRequest<'a> {
     pub num_external_tokens: u64,
     /// Free blocks that must be left over.
     pub reserved_blocks: u64,
+    /// Refuse unless this many tokens would fit as well, whatever is reserved; 0 = do not ask.
+    pub whole_tokens: u64,
+    /// Free blocks that must be left over of both.
+    pub watermark_blocks: u64,
 }
 
 impl<'a> AllocateRequest<'a> {
     /// Slots for `num_tokens` tokens, with no hit, nothing external and nothing reserved.
     pub fn new(request_id: &'a str, num_tokens: u64) -> Self {
-        Self { request_id, num_tokens, hit: None, num_external_tokens: 0, reserved_blocks: 0 }
+        Self {
+            request_id,
+            num_tokens,
+            hit: None,
+            num_external_tokens: 0,
+            reserved_blocks: 0,
+            whole_tokens: 0,
+            watermark_blocks: 0,
+        }
     }
 }
 
@@ -54,29 +67,87 @@ impl Coordinator {
     pub fn allocate(&mut self, ask: &AllocateRequest<'_>) -> Result<Option<Allocation<'_>>> {
         let hit = ask.hit.filter(|hit| hit.num_tokens() > 0);
         let computed = self.check_ask(ask, hit)?;
+        if self.take_slots(ask, hit, computed)? { self.allocation(ask.request_id).map(Some) } else { Ok(None) }
+    }
 
-        // Per set: the row's length after hits and external blocks, and at the end. What is counted here is what is
-        // taken below: hits that nobody holds leave the queue as well.
-        let geometry = &self.geometry;
+    /// [`Coordinator::allocate`] and then [`Coordinator::cache`], if the slots are there. Either both are done or nothing
+    /// is.
+    ///
+    /// # Errors
+    /// As those two.
+    pub fn allocate_and_cache<H: BlockHashes + ?Sized>(
+        &mut self,
+        ask: &AllocateRequest<'_>,
+        hashes: &H,
+        num_tokens: u64,
+        num_prompt_tokens: Option<u64>,
+    ) -> Result<Option<Allocation<'_>>> {
+        let hit = ask.hit.filter(|hit| hit.num_tokens() > 0);
+        let computed = self.check_ask(ask, hit)?;
         let held = self.requests.get(ask.request_id).ok();
-        let mut needed = 0_usize;
-        self.new_from.clear();
-        for set in 0..geometry.sets.len() {
-            let row = held.map_or(0, |request| request.rows[set].blocks.len());
-            let hit_row = hit.map_or(&[][..], |hit| hit.row(set));
-            let with_external = (row + hit_row.len()).max(geometry.blocks_for(set, computed));
-            let at_end = with_external.max(geometry.blocks_for(set, ask.num_tokens));
-            let idle = hit_row.iter().filter(|&&block| self.pool.is_free(block)).count();
-            needed = needed.saturating_add(at_end - row - hit_row.len()).saturating_add(idle);
-            self.new_from.push(with_external);
-        }
-        let free = self.pool.num_free_blocks();
-        // Even a request that needs no block is refused if fewer are free than must be left over.
-        let reserved = usize::try_from(ask.reserved_blocks).unwrap_or(usize::MAX);
-        if needed.saturating_add(reserved) > free {
-            self.refusals += 1;
+        let row_at_end = |set: usize| {
+            let (length, published) = held.map_or((0, 0), |request| request.rows[set].lengths());
+            let hit = hit.map_or(0, |hit| hit.row(set).len());
+            let slots = self.geometry.blocks_for(set, computed.max(ask.num_tokens));
+            ((length + hit).max(slots), published + hit)
+        };
+        self.check_publication(ask.request_id, hashes, num_tokens, num_prompt_tokens, row_at_end)?;
+        if !self.take_slots(ask, hit, computed)? {
             return Ok(None);
         }
+        self.publish(ask.request_id, hashes, num_tokens, num_prompt_tokens)?;
+        self.allocation(ask.request_id).map(Some)
+    }
+
+    /// How many blocks that are free now a request would take to have slots for `num_tokens` tokens, the idle ones of a
+    /// hit included. A question only: more tokens than `max_model_len` may be asked for.
+    ///
+    /// # Errors
+    /// [`Error::Config`] or [`Error::StaleHit`] if the hit cannot be used.
+    pub fn blocks_needed(&self, request_id: &str, num_tokens: u64, hit: Option<&PrefixHit>) -> Result<usize> {
+        hit.map_or(Ok(()), |hit| self.check_fresh(hit))?;
+        Ok(self.count(request_id, hit, 0, num_tokens))
+    }
+
+    /// What a request got last.
+    fn allocation(&self, request_id: &str) -> Result<Allocation<'_>> {
+        let request = self.requests.get(request_id)?;
+        Ok(Allocation { request, set_of_group: &self.geometry.set_of_group, new_from: &self.new_from })
+    }
+
+    /// The free blocks that a request would take to have slots for `num_tokens` tokens, over all sets. What is counted
+    /// here is what is taken: hits that nobody holds leave the queue as well.
+    fn count(&self, request_id: &str, hit: Option<&PrefixHit>, computed: u64, num_tokens: u64) -> usize {
+        let held = self.requests.get(request_id).ok();
+        let mut needed = 0_usize;
+        for set in 0..self.geometry.sets.len() {
+            let hit_row = hit.map_or(&[][..], |hit| hit.row(set));
+            let there = held.map_or(0, |request| request.rows[set].blocks.len()) + hit_row.len();
+            let at_end = self.geometry.blocks_for(set, computed.max(num_tokens)).max(there);
+            let idle = hit_row.iter().filter(|&&block| self.pool.is_free(block)).count();
+            needed = needed.saturating_add(at_end - there).saturating_add(idle);
+        }
+        needed
+    }
+
+    /// Refuses what does not fit, and otherwise appends to the request's rows and notes where its new blocks start.
+    fn take_slots(&mut self, ask: &AllocateRequest<'_>, hit: Option<&PrefixHit>, computed: u64) -> Result<bool> {
+        let free = self.pool.num_free_blocks();
+        let blocks = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
+        let needed = self.count(ask.request_id, hit, computed, ask.num_tokens);
+        let left_over = blocks(ask.reserved_blocks).saturating_add(blocks(ask.watermark_blocks));
+        // Even a request that needs no block is refused if fewer are free than must be left over.
+        let fits = needed.saturating_add(left_over) <= free;
+        let whole_fits = || {
+            let needed = self.count(ask.request_id, hit, computed, ask.whole_tokens);
+            needed.saturating_add(blocks(ask.watermark_blocks)) <= free
+        };
+        if !fits || (ask.whole_tokens > 0 && !whole_fits()) {
+            self.refusals += 1;
+            return Ok(false);
+        }
+
+        let geometry = &self.geometry;
 
         let request = self.requests.get_or_insert(ask.request_id, geometry.sets.len());
         if let Some(hit) = hit {
@@ -86,8 +157,11 @@ impl Coordinator {
                 row.num_published = row.blocks.len();
             }
         }
-        for (row, &with_external) in request.rows.iter_mut().zip(&self.new_from) {
-            self.pool.take_into(with_external - row.blocks.len(), &mut row.blocks)?;
+        self.new_from.clear();
+        for (set, row) in request.rows.iter_mut().enumerate() {
+            let external = geometry.blocks_for(set, computed).saturating_sub(row.blocks.len());
+            self.pool.take_into(external, &mut row.blocks)?;
+            self.new_from.push(row.blocks.len());
         }
         for (set, row) in request.rows.iter_mut().enumerate() {
             let missing = geometry.blocks_for(set, ask.num_tokens).saturating_sub(row.blocks.len());
@@ -96,8 +170,7 @@ impl Coordinator {
         debug_assert!(self.is_consumed(hit, free, needed), "I5: the test and the allocation differ");
         self.allocations += 1;
         self.debug_audit();
-        let request = self.requests.get(ask.request_id)?;
-        Ok(Some(Allocation { request, set_of_group: &self.geometry.set_of_group, new_from: &self.new_from }))
+        Ok(true)
     }
 
     /// I5: what the test counted is what the allocation took. Only a hit that names a block twice, from hashes that repeat,

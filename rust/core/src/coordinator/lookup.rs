@@ -1,6 +1,7 @@
 //! Which of a request's leading tokens are in the pool already, in all sets at once.
 
 use super::Coordinator;
+use super::config::LookupClass;
 use crate::error::{Error, Result};
 use crate::groups::full;
 use crate::hash::BlockHashes;
@@ -13,6 +14,8 @@ use crate::pool::Generation;
 pub struct PrefixHit {
     coordinator: u64,
     num_tokens: u64,
+    /// The most tokens that any set could offer.
+    longest: u64,
     /// One per set.
     rows: Vec<HitRow>,
     set_of_group: Vec<usize>,
@@ -30,6 +33,12 @@ impl PrefixHit {
     /// Tokens found; the same for every group.
     pub fn num_tokens(&self) -> u64 {
         self.num_tokens
+    }
+
+    /// Tokens behind the hit that one set has and another lacks: a prefix that requests share, but that is not cached
+    /// everywhere.
+    pub fn num_uncached_tokens(&self) -> u64 {
+        self.longest - self.num_tokens
     }
 
     /// Number of groups.
@@ -64,34 +73,25 @@ impl Coordinator {
     /// [`Error::Config`] if one of the hashes that are looked at is not a block hash.
     pub fn find_longest_hit<H: BlockHashes + ?Sized>(&mut self, hashes: &H, max_tokens: u64) -> Result<PrefixHit> {
         let mut rows = vec![Vec::new(); self.geometry.sets.len()];
-        let num_tokens =
-            if self.config.enable_caching { self.longest_common(hashes, max_tokens, &mut rows)? } else { 0 };
+        let (num_tokens, longest) =
+            if self.config.enable_caching { self.longest_common(hashes, max_tokens, &mut rows)? } else { (0, 0) };
         self.lookups += 1;
         self.lookup_tokens = self.lookup_tokens.saturating_add(max_tokens);
         self.hit_tokens += num_tokens;
-        let rows = rows.into_iter().map(|blocks| {
-            let generations = blocks.iter().map(|&block| self.pool.generation(block)).collect();
-            HitRow { blocks, generations }
-        });
-        Ok(PrefixHit {
-            coordinator: self.id,
-            num_tokens,
-            rows: rows.collect(),
-            set_of_group: self.geometry.set_of_group.clone(),
-            losses: self.pool.losses(),
-        })
+        let rows = rows.into_iter().map(|blocks| self.hit_row(blocks)).collect();
+        Ok(self.hit(num_tokens, longest, rows))
     }
 
     /// The longest length that every class accepts. Each class in turn accepts the length so far or lowers it; a lower
-    /// length is offered to all again until none objects.
+    /// length is offered to all again until none objects. Also tells the most that any class could offer.
     fn longest_common<H: BlockHashes + ?Sized>(
         &self,
         hashes: &H,
         max_tokens: u64,
         rows: &mut [Vec<BlockId>],
-    ) -> Result<u64> {
+    ) -> Result<(u64, u64)> {
         let geometry = &self.geometry;
-        let hashed_tokens = (hashes.count() as u64).saturating_mul(geometry.hash_block_tokens);
+        let mut longest = 0;
         let mut found = vec![None; geometry.classes.len()];
         let mut class_rows = Vec::new();
         let mut candidate = max_tokens;
@@ -103,22 +103,9 @@ impl Coordinator {
                     length = length.min(tokens);
                     continue;
                 }
-                // With several groups a class that will drop its last block may match one more, so that the drop lands
-                // on the length offered. A single group matches within the length and drops below it, as vLLM does.
-                let margin =
-                    if class.drops_last_block && self.config.groups.len() > 1 { class.tokens_per_block } else { 0 };
-                let query = full::Query {
-                    pool: &self.pool,
-                    hashes,
-                    hashes_per_block: geometry.hashes_per_block(class.sets[0] as usize),
-                    tokens_per_block: class.tokens_per_block,
-                    max_tokens: if margin > 0 { length.saturating_add(margin).min(hashed_tokens) } else { length },
-                    alignment: geometry.alignment,
-                    drop_last_block: class.drops_last_block,
-                };
-                class_rows.resize_with(class.sets.len(), Vec::new);
-                length = full::find_hit(&query, &class.sets, &mut class_rows)?;
+                length = self.look_up_class(class, hashes, length, &mut class_rows)?;
                 *found = Some(length);
+                longest = longest.max(length);
                 for (&set, row) in class.sets.iter().zip(&mut class_rows) {
                     rows[set as usize] = std::mem::take(row);
                 }
@@ -131,7 +118,98 @@ impl Coordinator {
         for (set, row) in rows.iter_mut().enumerate() {
             full::trim(std::slice::from_mut(row), candidate, geometry.span(set));
         }
-        Ok(candidate)
+        Ok((candidate, longest))
+    }
+
+    /// The longest prefix of about `length` tokens that all sets of a class have, and its blocks.
+    fn look_up_class<H: BlockHashes + ?Sized>(
+        &self,
+        class: &LookupClass,
+        hashes: &H,
+        length: u64,
+        class_rows: &mut Vec<Vec<BlockId>>,
+    ) -> Result<u64> {
+        let geometry = &self.geometry;
+        // With several groups a class that will drop its last block may match one more, so that the drop lands on the
+        // length offered. A single group matches within the length and drops below it, as vLLM does.
+        let margin = if class.drops_last_block && self.config.groups.len() > 1 { class.tokens_per_block } else { 0 };
+        let hashed_tokens = (hashes.count() as u64).saturating_mul(geometry.hash_block_tokens);
+        let query = full::Query {
+            pool: &self.pool,
+            hashes,
+            hashes_per_block: geometry.hashes_per_block(class.sets[0] as usize),
+            tokens_per_block: class.tokens_per_block,
+            max_tokens: if margin > 0 { length.saturating_add(margin).min(hashed_tokens) } else { length },
+            alignment: geometry.alignment,
+            drop_last_block: class.drops_last_block,
+        };
+        class_rows.resize_with(class.sets.len(), Vec::new);
+        full::find_hit(&query, &class.sets, class_rows)
+    }
+
+    /// What each group would find by itself: its blocks, and the tokens they hold. A lookup that other groups cannot
+    /// shorten; nothing can be allocated with it.
+    ///
+    /// # Errors
+    /// As [`Coordinator::find_longest_hit`].
+    pub fn find_hit_per_group<H: BlockHashes + ?Sized>(
+        &self,
+        hashes: &H,
+        max_tokens: u64,
+    ) -> Result<Vec<(Vec<BlockId>, u64)>> {
+        let mut of_set = vec![(Vec::new(), 0); self.geometry.sets.len()];
+        let classes = if self.config.enable_caching { &self.geometry.classes[..] } else { &[] };
+        for class in classes {
+            let mut rows = Vec::new();
+            let tokens = self.look_up_class(class, hashes, max_tokens, &mut rows)?;
+            for (&set, row) in class.sets.iter().zip(rows) {
+                of_set[set as usize] = (row, tokens);
+            }
+        }
+        Ok(self.geometry.set_of_group.iter().map(|&set| of_set[set].clone()).collect())
+    }
+
+    /// A hit on blocks that the caller knows to hold a request's first `num_tokens` tokens, one row per group.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the rows are not those of `num_tokens` tokens in every group, if groups of one set have
+    /// different rows, or if a block does not exist, is the null block or cannot be found by any hash.
+    pub fn hit_of(&self, rows: &[&[BlockId]], num_tokens: u64) -> Result<PrefixHit> {
+        let (geometry, groups) = (&self.geometry, self.config.groups.len());
+        if rows.len() != groups {
+            return Err(Error::config(format!("there must be one row per group: {groups}, got {}", rows.len())));
+        }
+        let mut of_set: Vec<Option<&[BlockId]>> = vec![None; geometry.sets.len()];
+        for (group, (&row, &set)) in rows.iter().zip(&geometry.set_of_group).enumerate() {
+            if row.len() as u64 != num_tokens / geometry.span(set) || !num_tokens.is_multiple_of(geometry.span(set)) {
+                let (blocks, span) = (row.len(), geometry.span(set));
+                return Err(Error::config(format!(
+                    "{num_tokens} tokens are not {blocks} blocks of {span} tokens in group {group}"
+                )));
+            }
+            if of_set[set].is_some_and(|other| other != row) {
+                return Err(Error::config(format!("group {group} has another row than its lockstep set")));
+            }
+            for &block in row {
+                self.pool.check_real(block)?;
+                if !self.pool.has_keys(block) {
+                    return Err(Error::config(format!("block {block} holds no prefix")));
+                }
+            }
+            of_set[set] = Some(row);
+        }
+        let rows = of_set.into_iter().map(|row| self.hit_row(row.unwrap_or(&[]).to_vec())).collect();
+        Ok(self.hit(num_tokens, num_tokens, rows))
+    }
+
+    fn hit_row(&self, blocks: Vec<BlockId>) -> HitRow {
+        let generations = blocks.iter().map(|&block| self.pool.generation(block)).collect();
+        HitRow { blocks, generations }
+    }
+
+    fn hit(&self, num_tokens: u64, longest: u64, rows: Vec<HitRow>) -> PrefixHit {
+        let set_of_group = self.geometry.set_of_group.clone();
+        PrefixHit { coordinator: self.id, num_tokens, longest, rows, set_of_group, losses: self.pool.losses() }
     }
 
     /// Refuses a hit that was not found here or has gone stale.

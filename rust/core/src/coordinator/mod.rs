@@ -4,7 +4,9 @@
 mod allocate;
 mod config;
 mod events;
+mod inspect;
 mod lookup;
+mod pins;
 mod publish;
 mod release;
 mod requests;
@@ -151,52 +153,6 @@ impl Coordinator {
             let groups = self.config.groups.len();
             Error::config(format!("group {} does not exist: there are {groups} groups", group.0))
         })
-    }
-
-    /// Adds a pin per occurrence: a pinned block is not handed out, whoever gives it up.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if a block does not exist or is the null block.
-    pub fn pin(&mut self, blocks: &[BlockId]) -> Result<()> {
-        self.pool.add_ref(blocks)?;
-        for &block in blocks {
-            *self.pins.entry(block).or_insert(0) += 1;
-        }
-        Ok(())
-    }
-
-    /// Gives back a pin per occurrence.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if a block does not exist or is the null block, [`Error::DoubleFree`] if it has fewer pins.
-    pub fn unpin(&mut self, blocks: &[BlockId]) -> Result<()> {
-        for (done, &block) in blocks.iter().enumerate() {
-            let refused = match self.pool.check_real(block) {
-                Ok(()) => match self.pins.get_mut(&block) {
-                    Some(pins) if *pins > 0 => {
-                        *pins -= 1;
-                        continue;
-                    }
-                    _ => {
-                        let times = |blocks: &[BlockId]| blocks.iter().filter(|&&other| other == block).count();
-                        let count = |number| u32::try_from(number).unwrap_or(u32::MAX);
-                        let (asked, held) = (count(times(blocks)), count(times(&blocks[..done])));
-                        Error::DoubleFree { block, asked, held, what: "pins" }
-                    }
-                },
-                Err(error) => error,
-            };
-            for block in &blocks[..done] {
-                self.pins.entry(*block).and_modify(|pins| *pins += 1);
-            }
-            return Err(refused);
-        }
-        for block in blocks {
-            if self.pins.get(block) == Some(&0) {
-                self.pins.remove(block);
-            }
-        }
-        self.pool.release(blocks)
     }
 
     /// Forgets the keys of these blocks. References, and the place in the queue, stay as they are.

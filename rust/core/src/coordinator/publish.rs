@@ -25,25 +25,54 @@ impl Coordinator {
         num_tokens: u64,
         num_prompt_tokens: Option<u64>,
     ) -> Result<()> {
-        let Self { config, geometry, pool, requests, .. } = self;
-        let request = requests.get_mut(request_id)?;
+        let request = self.requests.get(request_id)?;
+        let row = |set: usize| request.rows[set].lengths();
+        self.check_publication(request_id, hashes, num_tokens, num_prompt_tokens, row)?;
+        self.publish(request_id, hashes, num_tokens, num_prompt_tokens)
+    }
+
+    /// Refuses what [`Coordinator::publish`] could not do in all sets. `row` tells for a set the length of the request's
+    /// row, and how many of its leading blocks are published already.
+    pub(super) fn check_publication<H: BlockHashes + ?Sized>(
+        &self,
+        request_id: &str,
+        hashes: &H,
+        num_tokens: u64,
+        num_prompt_tokens: Option<u64>,
+        row: impl Fn(usize) -> (usize, usize),
+    ) -> Result<()> {
+        let Self { config, geometry, .. } = self;
         if !config.enable_caching {
             return Ok(());
         }
-
-        // All sets are checked before the first is changed.
-        let plan = |set: usize, row: &Row| Plan::new(config, geometry, set, row, num_tokens, num_prompt_tokens);
-        for (set, row) in request.rows.iter().enumerate() {
-            let slots = (row.blocks.len() as u64).saturating_mul(geometry.span(set));
+        for set in 0..geometry.sets.len() {
+            let lengths = row(set);
+            let slots = (lengths.0 as u64).saturating_mul(geometry.span(set));
             if num_tokens > slots {
                 return Err(Error::config(format!(
                     "num_tokens {num_tokens} exceeds the {slots} slots of request {request_id:?}"
                 )));
             }
-            plan(set, row).check(hashes)?;
+            Plan::new(config, geometry, set, lengths, num_tokens, num_prompt_tokens).check(hashes)?;
         }
-        for (set, row) in request.rows.iter_mut().enumerate() {
-            plan(set, row).carry_out(request_id, hashes, row, pool)?;
+        Ok(())
+    }
+
+    /// [`Coordinator::cache`] after [`Coordinator::check_publication`].
+    pub(super) fn publish<H: BlockHashes + ?Sized>(
+        &mut self,
+        request_id: &str,
+        hashes: &H,
+        num_tokens: u64,
+        num_prompt_tokens: Option<u64>,
+    ) -> Result<()> {
+        let Self { config, geometry, pool, requests, .. } = self;
+        if !config.enable_caching {
+            return Ok(());
+        }
+        for (set, row) in requests.get_mut(request_id)?.rows.iter_mut().enumerate() {
+            Plan::new(config, geometry, set, row.lengths(), num_tokens, num_prompt_tokens)
+                .carry_out(request_id, hashes, row, pool)?;
         }
         self.debug_audit();
         Ok(())
@@ -68,7 +97,7 @@ impl Plan {
         config: &CoordinatorConfig,
         geometry: &Geometry,
         set: usize,
-        row: &Row,
+        (row_length, num_published): (usize, usize),
         num_tokens: u64,
         num_prompt_tokens: Option<u64>,
     ) -> Self {
@@ -88,7 +117,7 @@ impl Plan {
             let limit = if drops_last_block { prompt } else { prompt.saturating_sub(1) };
             let end = limit - limit % hash_block_tokens;
             let inside = !end.is_multiple_of(span) && end <= publishable;
-            let block = usize::try_from(end / span).ok().filter(|&block| inside && block < row.blocks.len())?;
+            let block = usize::try_from(end / span).ok().filter(|&block| inside && block < row_length)?;
             Some((usize::try_from(end / hash_block_tokens).ok()?, block))
         });
         Self {
@@ -97,9 +126,9 @@ impl Plan {
             tokens_per_block: span,
             hash_block_tokens,
             hashes_per_block: geometry.hashes_per_block(set),
-            first: row.num_published,
+            first: num_published,
             // Bounded by the row: num_tokens does not exceed its slots.
-            end: usize::try_from(publishable / span).unwrap_or(row.blocks.len()).max(row.num_published),
+            end: usize::try_from(publishable / span).unwrap_or(row_length).max(num_published),
             tail,
         }
     }
@@ -165,6 +194,7 @@ impl Plan {
         }
         if let Some((count, at)) = self.tail {
             self.publish_tail(request, hashes, count, row.blocks[at], at < row.num_published, pool)?;
+            row.tail_tokens = count as u64 * self.hash_block_tokens;
         }
         Ok(())
     }

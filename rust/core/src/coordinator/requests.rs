@@ -14,6 +14,15 @@ pub(super) struct Row {
     pub(super) blocks: Vec<BlockId>,
     /// How many leading blocks need not be published any more.
     pub(super) num_published: usize,
+    /// Tokens up to the end of the published prefix that ends inside a block; 0 if none was published.
+    pub(super) tail_tokens: u64,
+}
+
+impl Row {
+    /// The number of blocks, and how many of them need not be published any more.
+    pub(super) fn lengths(&self) -> (usize, usize) {
+        (self.blocks.len(), self.num_published)
+    }
 }
 
 /// A request: one row per set.
@@ -76,6 +85,7 @@ impl Requests {
             for row in &mut request.rows {
                 row.blocks.clear();
                 row.num_published = 0;
+                row.tail_tokens = 0;
             }
             self.spare.push(request);
         }

@@ -1,0 +1,222 @@
+"""vLLM's coordinator and its managers for code that reaches past the manager.
+
+They read the core's coordinator and hold no second copy of its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep_kv.errors import UnknownRequestError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.request import Request
+
+    from lockstep_kv._core import Coordinator
+    from lockstep_kv.vllm.blocks import BlockView
+    from lockstep_kv.vllm.manager import LockstepKVCacheManager
+    from lockstep_kv.vllm.pool_view import BlockPoolView
+
+__all__ = ["CoordinatorView", "ManagerView"]
+
+
+class _RowsOfGroup(Mapping[str, list["BlockView"]]):
+    """The blocks of each request in one group."""
+
+    def __init__(self, coordinator: Coordinator, pool: BlockPoolView, group: int) -> None:
+        self._coordinator = coordinator
+        self._pool = pool
+        self._group = group
+
+    def __getitem__(self, request_id: str) -> list[BlockView]:
+        try:
+            row = self._coordinator.block_ids(request_id)[self._group]
+        except UnknownRequestError:
+            raise KeyError(request_id) from None
+        return [self._pool.blocks[block_id] for block_id in row]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._coordinator.request_ids())
+
+    def __len__(self) -> int:
+        return self._coordinator.num_requests
+
+
+class _PublishedOfGroup(Mapping[str, int]):
+    """How many leading blocks of each request are published in one group."""
+
+    def __init__(self, coordinator: Coordinator, group: int) -> None:
+        self._coordinator = coordinator
+        self._group = group
+
+    def __getitem__(self, request_id: str) -> int:
+        try:
+            return self._coordinator.num_published(request_id)[self._group]
+        except UnknownRequestError:
+            raise KeyError(request_id) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._coordinator.request_ids())
+
+    def __len__(self) -> int:
+        return self._coordinator.num_requests
+
+
+class ManagerView:
+    """One group. Has the attributes of vLLM's `SingleTypeKVCacheManager` that other parts of vLLM use."""
+
+    supports_fine_grained_hash_lookup = True
+    retains_longer_hit = False
+    has_positionally_stable_blocks = True
+
+    def __init__(
+        self, coordinator: Coordinator, pool: BlockPoolView, spec: KVCacheSpec, group: int, *, drops: bool, zeroes: bool
+    ) -> None:
+        config = coordinator.config
+        self.kv_cache_spec = spec
+        self.kv_cache_group_id = group
+        self.block_pool = pool
+        self.block_size = config.groups[group].tokens_per_block(config.dcp_world_size)
+        self.dcp_world_size = config.dcp_world_size if spec.dcp_sharded else 1
+        self.pcp_world_size = 1
+        self.enable_caching = config.enable_caching
+        self.use_eagle = drops
+        self.records_new_block_ids = zeroes
+        self.new_block_ids: list[int] = []
+        self.req_to_blocks = _RowsOfGroup(coordinator, pool, group)
+        self.num_cached_block = _PublishedOfGroup(coordinator, group)
+
+    def take_new_block_ids(self) -> list[int]:
+        """Hand out the blocks to zero that were taken since the last call."""
+        taken, self.new_block_ids = self.new_block_ids, []
+        return taken
+
+    def take_pending_cow_copies(self) -> list[Any]:
+        """No block of full attention is copied."""
+        return []
+
+    def take_pending_boundary_state_offloads(self) -> list[Any]:
+        """Full attention has no boundary states."""
+        return []
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Full attention skips nothing."""
+        del num_computed_tokens
+        return 0
+
+    def new_step_starts(self) -> None:
+        """Nothing depends on steps."""
+
+
+class CoordinatorView:
+    """Has the attributes and methods of vLLM's `KVCacheCoordinator` that other parts of vLLM use."""
+
+    enable_partial_hash_hits = False
+    num_reprefillable_tokens = 0
+
+    def __init__(
+        self,
+        manager: LockstepKVCacheManager,
+        coordinator: Coordinator,
+        kv_cache_config: KVCacheConfig,
+        scheduler_block_size: int,
+    ) -> None:
+        self._manager = manager
+        self._coordinator = coordinator
+        self.block_pool = manager.block_pool
+        self.kv_cache_config = kv_cache_config
+        self.scheduler_block_size = scheduler_block_size
+        self.hash_block_size = coordinator.hash_block_tokens
+        self.dcp_world_size = coordinator.config.dcp_world_size
+        self.retention_interval = kv_cache_config.prefix_cache_retention_interval
+        groups = range(len(kv_cache_config.kv_cache_groups))
+        self.eagle_group_ids = {group for group in groups if coordinator.config.groups[group].is_eagle}
+        if coordinator.config.use_eagle and not self.eagle_group_ids:
+            self.eagle_group_ids = set(groups)
+        self.full_attention_group_id: int | None = 0
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        # Groups of one spec are looked up together, so all of them leave their last block if one is marked.
+        marked = [specs[group] for group in self.eagle_group_ids] if coordinator.config.enable_caching else []
+        self.single_type_managers = tuple(
+            ManagerView(
+                coordinator,
+                manager.block_pool,
+                specs[group],
+                group,
+                drops=specs[group] in marked,
+                zeroes=kv_cache_config.needs_kv_cache_zeroing,
+            )
+            for group in groups
+        )
+        self.group_block_sizes = tuple(view.block_size for view in self.single_type_managers)
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
+    ) -> tuple[tuple[list[BlockView], ...], int, int]:
+        """The blocks of the longest common hit, its tokens, and how many more only some groups have."""
+        hit = self._coordinator.find_longest_hit(block_hashes, max_cache_hit_length)
+        return self._views(hit.block_ids), hit.num_tokens, hit.num_uncached_tokens
+
+    def find_longest_cache_hit_per_group(
+        self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
+    ) -> tuple[tuple[list[BlockView], ...], tuple[int, ...]]:
+        """What each group would hit by itself: its blocks, and its tokens."""
+        found = self._coordinator.find_hit_per_group(block_hashes, max_cache_hit_length)
+        return self._views(row for row, _ in found), tuple(tokens for _, tokens in found)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: tuple[Sequence[BlockView], ...],
+        num_encoder_tokens: int,
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """How many free blocks the request would take to have slots for `num_tokens` tokens."""
+        del num_encoder_tokens, total_computed_tokens, num_local_computed_tokens
+        del num_tokens_main_model, apply_admission_cap, prefill_end
+        rows = [[block.block_id for block in row] for row in new_computed_blocks]
+        hit = None
+        if any(rows):
+            hit = self._coordinator.hit_of(rows, len(rows[0]) * self.single_type_managers[0].block_size)
+        return self._coordinator.blocks_needed(request_id, num_tokens, hit=hit)
+
+    def get_blocks(self, request_id: str) -> tuple[list[BlockView], ...]:
+        """The request's blocks, one list per group."""
+        return self._views(self._manager.get_block_ids(request_id))
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Publish the request's full blocks."""
+        self._manager.cache_blocks(request, num_computed_tokens)
+
+    def free(self, request_id: str) -> None:
+        """End a request."""
+        self._manager.free_by_id(request_id)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[BlockView]:
+        """End a request and keep its blocks held until `block_pool.free_blocks` gives them back."""
+        return self._manager.pop_blocks_by_id(request_id)
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Full attention needs all blocks of a request for as long as it lives."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all hashes, if no block is held."""
+        done: bool = self.block_pool.reset_prefix_cache()
+        return done
+
+    def new_step_starts(self) -> None:
+        """Nothing depends on steps."""
+
+    def _views(self, rows: Any) -> tuple[list[BlockView], ...]:
+        blocks = self.block_pool.blocks
+        return tuple([blocks[block_id] for block_id in row] for row in rows)

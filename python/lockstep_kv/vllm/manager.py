@@ -1,0 +1,325 @@
+"""vLLM's `KVCacheManager` on a `Coordinator`: the same constructor and methods, one crossing per operation."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import RequestStatus
+
+from lockstep_kv._core import Coordinator, PrefixHit
+from lockstep_kv.errors import UnknownRequestError
+from lockstep_kv.vllm.blocks import BlockView, IdBlocks
+from lockstep_kv.vllm.coordinator_view import CoordinatorView
+from lockstep_kv.vllm.coverage import coordinator_config
+from lockstep_kv.vllm.events import EventQueue
+from lockstep_kv.vllm.pool_view import BlockPoolView
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from lockstep_kv._core import CoordinatorConfig
+
+__all__ = ["LockstepKVCacheManager"]
+
+_WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class LockstepKVCacheManager(KVCacheManager):
+    """Give requests their blocks, find cached prefixes, and say what is evicted.
+
+    Takes what vLLM's `KVCacheManager` takes. Raises `NotCoveredError` where a coordinator would not do the same.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        watermark: float = 0.0,
+        enable_mamba_shared_prefix_checkpoint: bool = False,
+    ) -> None:
+        # The parent's constructor would make vLLM's own coordinator.
+        del max_in_flight_tokens, enable_mamba_shared_prefix_checkpoint
+        if watermark < 0:
+            raise AssertionError("watermark must be non-negative")
+        config = coordinator_config(
+            kv_cache_config,
+            max_model_len=max_model_len,
+            scheduler_block_size=scheduler_block_size,
+            hash_block_size=hash_block_size,
+            enable_caching=enable_caching,
+            use_eagle=use_eagle,
+            num_prefill_lookahead=num_prefill_lookahead,
+            enable_kv_cache_events=enable_kv_cache_events,
+            dcp_world_size=dcp_world_size,
+            pcp_world_size=pcp_world_size,
+        )
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.use_eagle = use_eagle
+        self.log_stats = log_stats
+        self.metrics_collector = metrics_collector
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        self.mamba_shared_prefix_checkpoint = False
+        self.retained_hit_group_ids: tuple[int, ...] = ()
+        self.kv_cache_config = kv_cache_config
+        self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
+        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
+        self.kv_cache_event_metadata = tuple(
+            (get_kv_cache_spec_kind(group.kv_cache_spec).value, get_kv_cache_spec_sliding_window(group.kv_cache_spec))
+            for group in kv_cache_config.kv_cache_groups
+        )
+        self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
+
+        self._core = Coordinator(config)
+        self._events = EventQueue(self._core, self.kv_cache_event_metadata)
+        self._watched = enable_kv_cache_events or metrics_collector is not None
+        self.block_pool: Any = BlockPoolView(self._core, self._events, metrics_collector)
+        self.coordinator: Any = CoordinatorView(self, self._core, kv_cache_config, scheduler_block_size)
+        self._zeroes = kv_cache_config.needs_kv_cache_zeroing
+
+    @classmethod
+    def check_covered(cls, *args: Any, **kwargs: Any) -> CoordinatorConfig:
+        """Raise `NotCoveredError` with the reason if an engine with these arguments needs vLLM's own manager."""
+        bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        names = inspect.signature(coordinator_config).parameters
+        return coordinator_config(**{name: bound.arguments[name] for name in names})
+
+    # What the scheduler calls for every request and step.
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+        """The longest cached prefix: its blocks, its tokens, and where a longer one ends that only some groups have."""
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0, 0
+        hit = self._core.find_longest_hit(request.block_hashes, request.num_tokens - 1)
+        num_tokens = hit.num_tokens
+        uncached = hit.num_uncached_tokens
+        boundary = num_tokens + uncached if uncached else 0
+        if not num_tokens:
+            return self.empty_kv_cache_blocks, 0, boundary
+        if self.enable_kv_cache_events and getattr(request, "kv_cache_report_mode", "incremental") == "full":
+            spans = [view.block_size for view in self.coordinator.single_type_managers]
+            self._events.reused(request, num_tokens, spans, self._core.hash_block_tokens)
+        return IdBlocks(hit.block_ids, self.block_pool, hit), num_tokens, boundary
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> KVCacheBlocks | None:
+        """Give the request slots for its next tokens and publish those that are final; None if too few are free."""
+        del num_encoder_tokens
+        if num_new_tokens == 0 and num_external_computed_tokens == 0 and num_new_computed_tokens == 0:
+            raise ValueError("num_new_tokens must be greater than 0 when there are no computed tokens to adopt")
+        computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
+        num_tokens = min(computed, self.max_model_len) + num_new_tokens
+        request_tokens = request.num_tokens
+        options: dict[str, Any] = {}
+        hit = None
+        if new_computed_blocks is not None and new_computed_blocks is not self.empty_kv_cache_blocks:
+            hit = self._hit(new_computed_blocks, num_new_computed_tokens)
+            options["hit"] = hit
+        if num_external_computed_tokens:
+            options["num_external_tokens"] = num_external_computed_tokens
+        if reserved_blocks:
+            options["reserved_blocks"] = reserved_blocks
+        if self.watermark_blocks and has_scheduled_reqs and request.status in _WAITING:
+            options["watermark_blocks"] = self.watermark_blocks
+        if full_sequence_must_fit:
+            options["whole_tokens"] = min(request_tokens, self.max_model_len)
+        if self.enable_caching and not delay_cache_blocks:
+            options["block_hashes"] = request.block_hashes
+            options["cache_tokens"] = min(num_tokens, request_tokens)
+            options["num_prompt_tokens"] = request.num_prompt_tokens
+        new = self._core.allocate_slots(
+            request.request_id, min(num_tokens + num_lookahead_tokens, self.max_model_len), **options
+        )
+        if new is None:
+            return None
+        if self._watched or self._zeroes:
+            self._note(
+                request,
+                hit,
+                new,
+                with_external=num_external_computed_tokens > 0,
+                skip_zeroing=skip_zeroing_group_ids,
+            )
+        return IdBlocks(new, self.block_pool) if new else self.empty_kv_cache_blocks
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Publish the full blocks of the request's first tokens."""
+        if self.enable_caching:
+            self._core.cache(
+                request.request_id,
+                request.block_hashes,
+                num_computed_tokens,
+                num_prompt_tokens=request.num_prompt_tokens,
+            )
+            self._events.collect(request)
+
+    def free(self, request: Request) -> None:
+        """End a request. One that holds nothing, as it was aborted before it got blocks, is no error."""
+        self.free_by_id(request.request_id)
+
+    def free_by_id(self, request_id: str) -> None:
+        """End a request."""
+        try:
+            self._core.free(request_id)
+        except UnknownRequestError:
+            return
+
+    def pop_blocks_for_free(self, request: Request) -> list[Any]:
+        """End a request and keep its blocks held until `block_pool.free_blocks` gives them back."""
+        return self.pop_blocks_by_id(request.request_id)
+
+    def pop_blocks_by_id(self, request_id: str) -> list[BlockView]:
+        """End a request and keep its blocks held."""
+        try:
+            blocks = self._core.detach(request_id)
+        except UnknownRequestError:
+            return []
+        return [self.block_pool.blocks[block_id] for block_id in blocks]
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Full attention needs all blocks of a request for as long as it lives."""
+
+    def new_step_starts(self) -> None:
+        """Nothing depends on steps."""
+
+    # Reading.
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """The request's blocks."""
+        try:
+            ids = self._core.block_ids(request_id)
+        except UnknownRequestError:
+            return self.empty_kv_cache_blocks
+        return IdBlocks(ids, self.block_pool)
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """The ids of the request's blocks, one list per group."""
+        try:
+            return self._core.block_ids(request_id)
+        except UnknownRequestError:
+            return tuple([] for _ in range(self.num_kv_cache_groups))
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """How many leading tokens of the request can be found again."""
+        try:
+            return self._core.findable_tokens(request.request_id)
+        except UnknownRequestError:
+            return 0
+
+    def create_kv_cache_blocks(self, blocks: tuple[Any, ...]) -> KVCacheBlocks:
+        """The result that carries these blocks."""
+        if not any(blocks):
+            return self.empty_kv_cache_blocks
+        return IdBlocks(tuple([block.block_id for block in row] for row in blocks), self.block_pool)
+
+    def truncate_computed_blocks(self, blocks: KVCacheBlocks, num_computed_tokens: int) -> KVCacheBlocks:
+        """The part of a lookup's result that covers the first tokens, an exact number of blocks in each group."""
+        rows = []
+        for row, view in zip(blocks.get_block_ids(), self.coordinator.single_type_managers, strict=True):
+            count, rest = divmod(num_computed_tokens, view.block_size)
+            if rest or count > len(row):
+                raise AssertionError(f"{num_computed_tokens} tokens are no whole blocks of a hit of {len(row)} blocks")
+            rows.append(row[:count])
+        return IdBlocks(tuple(rows), self.block_pool) if any(rows) else self.empty_kv_cache_blocks
+
+    # Side channels.
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Hand out the events since the last call."""
+        return self._events.take()
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Forget the hashes of these blocks."""
+        self.block_pool.evict_blocks(block_ids)
+
+    def take_new_block_ids(self) -> list[int]:
+        """Hand out the blocks to zero that were taken since the last call."""
+        if not self._zeroes:
+            return []
+        return [block for view in self.coordinator.single_type_managers for block in view.take_new_block_ids()]
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
+        """No block of full attention is copied."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Full attention has no boundary states."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
+        """Full attention has no boundary states."""
+        del request
+        return []
+
+    def _hit(self, blocks: KVCacheBlocks, num_tokens: int) -> PrefixHit | None:
+        """The hit that a lookup's result carries, or one on the blocks that somebody put together."""
+        hit = blocks.hit if isinstance(blocks, IdBlocks) else None
+        if hit is None or hit.num_tokens != num_tokens:
+            ids = blocks.get_block_ids()
+            hit = self._core.hit_of(ids, num_tokens) if any(ids) else None
+        return hit
+
+    def _note(
+        self,
+        request: Request,
+        hit: PrefixHit | None,
+        new: tuple[list[int], ...],
+        *,
+        with_external: bool,
+        skip_zeroing: tuple[int, ...],
+    ) -> None:
+        """Tell those who watch blocks what an allocation did: hits first, then external blocks, then new ones."""
+        self._events.collect(request)
+        none: tuple[list[int], ...] = tuple([] for _ in range(self.num_kv_cache_groups))
+        hits = hit.block_ids if hit is not None else none
+        new = new or none
+        external = none
+        if with_external:
+            rows = self._core.block_ids(request.request_id)
+            external = tuple(
+                row[len(found) : len(row) - len(fresh)] for row, found, fresh in zip(rows, hits, new, strict=True)
+            )
+        for found in hits:
+            self.block_pool.note_accessed(found)
+        for taken in (*external, *new):
+            self.block_pool.note_taken(taken)
+        if self._zeroes:
+            for group, view in enumerate(self.coordinator.single_type_managers):
+                if group not in skip_zeroing:
+                    view.new_block_ids += external[group]
+                view.new_block_ids += new[group]
