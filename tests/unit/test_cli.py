@@ -86,10 +86,9 @@ def plan(config: str, *options: object, code: int = 0) -> dict[str, Any]:
 
 
 def table_rows(text: str) -> list[list[str]]:
-    """The cells of a table's rows below the rule, or below the title; two blanks at least are between cells."""
-    lines = [line.strip() for line in text.splitlines()]
-    rule = max((at for at, line in enumerate(lines) if "─" in line), default=0)
-    return [re.split(r"\s{2,}", line) for line in lines[rule + 1 :] if line]
+    """The cells of a table's rows below the title, its head included; two blanks at least are between cells."""
+    lines = [line.strip() for line in text.splitlines()[1:]]
+    return [re.split(r"\s{2,}", line) for line in lines if line and "─" not in line]
 
 
 def write_trace(path: Path, requests: Sequence[TraceRequest]) -> Path:
@@ -216,19 +215,20 @@ def test_the_table_of_plan_says_what_its_json_says(config: str, options: list[ob
     planned = plan(config, *options)
     text = invoke("plan", "--config", config, *options)
     assert text.startswith(f"Requests of up to {planned['max_model_len']:,} tokens")
+    choices = planned["choices"]
+    sets = [" ".join("{" + ", ".join(map(str, groups)) + "}" for groups in choice["sets"]) for choice in choices]
+    spans = [" / ".join(f"{tokens:,}" for tokens in choice["tokens_per_block"]) for choice in choices]
     assert table_rows(text) == [
-        [
-            str(choice["indexer_shards"]),
-            f"{choice['bytes_per_block']:,}",
-            " / ".join(f"{tokens:,}" for tokens in choice["tokens_per_block"]),
-            f"{choice['blocks']:,}",
-            f"{choice['capacity_tokens']:,}",
-            f"{choice['max_concurrency']:.2f}x",
-            f"{choice['cost']:.2%}",
-            " ".join("{" + ", ".join(map(str, groups)) + "}" for groups in choice["sets"]),
-        ]
-        for choice in planned["choices"]
+        ["indexer shards", *(str(choice["indexer_shards"]) for choice in choices)],
+        ["bytes per block, on one rank", *(f"{choice['bytes_per_block']:,}" for choice in choices)],
+        ["tokens per block, per set", *spans],
+        ["blocks", *(f"{choice['blocks']:,}" for choice in choices)],
+        ["capacity in tokens", *(f"{choice['capacity_tokens']:,}" for choice in choices)],
+        ["requests at once", *(f"{choice['max_concurrency']:.2f}" for choice in choices)],
+        ["cost, of the best above", *(f"{choice['cost']:.2%}" for choice in choices)],
+        ["sets of groups in lockstep", *sets],
     ]
+    assert all(len(line) <= 80 for line in text.splitlines()), "fits a narrow terminal"
 
 
 def test_plan_takes_a_model_s_folder(tmp_path: Path) -> None:
@@ -244,14 +244,16 @@ def test_plan_says_which_choice_does_not_fit() -> None:
     assert (fits["cost"], does_not["indexer_shards"], set(does_not)) == (0, 1, {"indexer_shards", "does_not_fit"})
     assert "3500000" in does_not["does_not_fit"]
     text = invoke("plan", "--config", GLM, "--kv-cache-dtype", "fp8_ds_mla", *options)
-    assert ["1", "does not fit"] in table_rows(text)
-    assert f"1 shards: {does_not['does_not_fit']}" in text.splitlines()
+    assert table_rows(text)[0] == ["indexer shards", "8"]
+    assert f"1 indexer shards: {does_not['does_not_fit']}" in text.splitlines()
 
 
 def test_plan_fails_when_nothing_fits() -> None:
     planned = plan(GLM, "--kv-bytes", "1MB", "--dcp", 8, "--indexer-shards", "8,1", code=1)
     assert ["blocks" in choice for choice in planned["choices"]] == [False, False]
-    assert "does not fit" in invoke("plan", "--config", GLM, "--kv-bytes", "1MB", code=1)
+    assert "1 indexer shards: a request of max_model_len" in invoke(
+        "plan", "--config", GLM, "--kv-bytes", "1MB", code=1
+    )
 
 
 def test_plan_of_full_attention_divides_the_heads(tmp_path: Path) -> None:
@@ -268,6 +270,29 @@ def test_plan_of_full_attention_divides_the_heads(tmp_path: Path) -> None:
     (choice,) = plan(str(config), *options)["choices"]
     # Keys and values of two heads of 128 elements of two bytes.
     assert choice["bytes_per_block"] == 32 * 16 * 2 * 2 * 128 * 2
+
+
+def test_replay_sizes_the_pool_by_bytes(trace: Path) -> None:
+    model = ("--config", GLM, "--kv-cache-dtype", "fp8_ds_mla", "--dcp", 8, "--indexer-shards", 1, "--no-mtp")
+    figures = json.loads(invoke("replay", trace, *model, "--kv-bytes", "28.145GB", "--json"))
+    assert (figures["num_blocks"], figures["hit_tokens"]) == (5995, 512)
+    assert json.loads(invoke("replay", trace, *model, "--json"))["num_blocks"] == 5984
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--kv-bytes", "1GB"), "--kv-bytes needs --config, got '1GB'"),
+        (("--config", GLM, "--block-tokens", "16"), "--block-tokens is for replays without --config, got 16"),
+        (("--config", GLM, "--kv-bytes", "1GB", "--num-blocks", "9"), "got 9 and '1GB'"),
+    ],
+)
+def test_replay_refuses_options_that_contradict(
+    main: Callable[..., Outcome], trace: Path, options: tuple[str, ...], words: str
+) -> None:
+    outcome = main("replay", trace, *options)
+    assert outcome.code == 2
+    assert words in outcome.err
 
 
 def test_replay_as_json(trace: Path) -> None:
@@ -428,7 +453,7 @@ def test_version_and_help(main: Callable[..., Outcome]) -> None:
     assert "--kv-bytes" in outcome.out
 
 
-def test_demo_prints_one_row_per_choice(request: pytest.FixtureRequest, trace: Path) -> None:
+def test_demo_prints_one_column_per_choice(request: pytest.FixtureRequest, trace: Path) -> None:
     torch = pytest.importorskip("torch")
     # Several threads per operation would spin for each other on a busy machine.
     threads = torch.get_num_threads()
@@ -442,10 +467,10 @@ def test_demo_prints_one_row_per_choice(request: pytest.FixtureRequest, trace: P
         assert (result["pages_written"], result["pages_verified"]) == (4 * 99 * 8, 99 * 8)
     text = invoke("demo", "--trace", trace, "--requests", 2)
     assert "GLM-5.2 at DCP8, 2 requests of three.jsonl" in text
-    assert [row[:3] for row in table_rows(text)[:3]] == [
-        ["8", "3,452,160", "8,152"],
-        ["4", "3,629,568", "7,754"],
-        ["1", "4,694,016", "5,995"],
+    assert table_rows(text)[:3] == [
+        ["indexer shards", "8", "4", "1"],
+        ["bytes per block, on one rank", "3,452,160", "3,629,568", "4,694,016"],
+        ["blocks", "8,152", "7,754", "5,995"],
     ]
     assert "Every page of every prefix hit was read back" in text
 
