@@ -6,12 +6,15 @@ BIN := .venv/bin
 TRACE ?= $(wildcard ../shared/data/mooncake_conversation_trace.jsonl)
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: demo test lint bench build clean
+.PHONY: demo test test-core lint bench build clean
 
 demo: build
 	$(BIN)/lockstep-kv demo $(if $(TRACE),--trace "$(TRACE)")
 
-test: build
+test: .venv/vllm test-core
+
+# Without vLLM where it is not installed: the tests against it are skipped then.
+test-core: build
 	cargo test --quiet --workspace --locked
 	$(BIN)/python -m pytest --timeout 900
 
@@ -38,6 +41,10 @@ build: .venv/built
 .venv/installed: requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	@touch $@
+
+.venv/vllm: .venv/installed requirements-vllm.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm.lock
 	@touch $@
 
 clean:

@@ -1,0 +1,145 @@
+"""A real vLLM engine on the CPU, twice: stock, and with the plugin. Everything it does must be equal.
+
+Compared are greedy tokens, cached tokens, metrics, and for every step which requests it ran, with which new blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vLLM is not installed")
+
+from recording import RECORD
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "vocab_size": 1000,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+    },
+    "deepseek_v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 2,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 1000,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+    },
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+ENGINE = {"max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 256, "disable_log_stats": False}
+
+
+def run(
+    folder: Path, mode: str, model: str, scenes: str, engine: dict[str, Any], environment: dict[str, str]
+) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+    """What came out, what was scheduled, and the log."""
+    folder = folder / mode
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS[model]), encoding="utf-8")
+    record, output = folder / "record.jsonl", folder / "output.json"
+    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, **ENVIRONMENT, **environment, "LOCKSTEP_KV": mode, RECORD: str(record), "PYTHONPATH": path}
+    command: list[str | Path] = [sys.executable, SUPPORT / "engine_run.py", folder, output, scenes]
+    command.append(json.dumps(ENGINE | engine))
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)  # noqa: S603
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+    return json.loads(output.read_text(encoding="utf-8")), steps, done.stderr + done.stdout
+
+
+def assert_same(
+    tmp_path: Path, model: str, scenes: str, engine: dict[str, Any], environment: dict[str, str] | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run both ways and compare. Returns what the plugin's engine did."""
+    stock, stock_steps, _ = run(tmp_path, "off", model, scenes, engine, environment or {})
+    ours, our_steps, _ = run(tmp_path, "require", model, scenes, engine, environment or {})
+    assert {step.pop("manager") for step in stock_steps} == {"KVCacheManager"}
+    assert {step.pop("manager") for step in our_steps} == {"LockstepKVCacheManager"}
+    assert ours == stock
+    for number, (step, expected) in enumerate(zip(our_steps, stock_steps, strict=True)):
+        assert step == expected, f"step {number}"
+    return ours, our_steps
+
+
+SYNC = {"scheduler_cls": "recording.RecordingScheduler", "async_scheduling": False}
+ASYNC = {"scheduler_cls": "recording.RecordingAsyncScheduler", "async_scheduling": True}
+ALL = (
+    "shared_prefixes,eviction,preemption,chunked_prefill,aborts,reset,several_samples,salted,prompt_logprobs,one_by_one"
+)
+SMALL_POOL = {"block_size": 32, "num_gpu_blocks_override": 40}
+
+
+@pytest.mark.parametrize("scheduling", [SYNC, ASYNC], ids=["sync", "async"])
+def test_full_attention(tmp_path: Path, scheduling: dict[str, Any]) -> None:
+    found, steps = assert_same(tmp_path, "llama", ALL, {**SMALL_POOL, **scheduling})
+    # The scenes do what they are for.
+    assert any(step["preempted"] for step in steps)
+    assert any(step["resumed"] for step in steps)
+    assert any(count < 900 and count > 200 for step in steps for _, count in step["scheduled"])
+    scenes = found["scenes"]
+    assert max(cached for _, cached in scenes["shared_prefixes"]) > 0
+    assert [cached for _, cached in scenes["eviction"]][-4:] != [0, 0, 0, 0]
+    assert 0 in [cached for _, cached in scenes["eviction"]][7:]
+    assert scenes["reset"][1] is True
+    assert scenes["reset"][2][0][1] == 0
+    assert [group[0][1] > 0 for group in scenes["salted"]] == [False, True, False, True, False]
+    assert found["metrics"]["vllm:num_preemptions"] > 0
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    # On the CPU vLLM turns prefix caching and chunked prefill off for MLA.
+    scenes = "shared_prefixes,preemption,aborts,several_samples,one_by_one"
+    # Its kernel for processors with AMX takes other blocks than the one for all.
+    block_size = 32 if "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8") else 16
+    pool = {"block_size": block_size, "num_gpu_blocks_override": 1280 // block_size}
+    engine = {**pool, "max_num_batched_tokens": 1024, **SYNC}
+    _, steps = assert_same(tmp_path, "deepseek_v2", scenes, engine)
+    assert any(step["preempted"] for step in steps)
+
+
+def test_an_engine_core_in_another_process(tmp_path: Path) -> None:
+    assert_same(tmp_path, "llama", "one_by_one", {**SMALL_POOL, **SYNC}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+
+
+def test_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    engine = {**SMALL_POOL, **SYNC, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    assert_same(tmp_path, "llama", "one_by_one", engine, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"})

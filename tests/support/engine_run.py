@@ -1,0 +1,134 @@
+"""Runs one real vLLM engine on the CPU through a number of scenes and prints what came out as JSON.
+
+Usage: engine_run.py MODEL_FOLDER OUTPUT.json SCENE,SCENE,... '{"engine": "arguments"}'. Needs vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GREEDY = {"temperature": 0.0, "detokenize": False}
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """A sequence of its own for each seed; sequences of one seed share their beginning."""
+    return [(seed * 131 + at * 7 + at * at) % 990 + 5 for at in range(count)]
+
+
+def prompt(ids: list[int], **more: Any) -> dict[str, Any]:
+    return {"prompt_token_ids": ids, **more}
+
+
+def generate(llm: LLM, prompts: list[dict[str, Any]], **sampling: Any) -> list[Any]:
+    """Tokens and cached tokens of each output."""
+    outputs = llm.generate(prompts, SamplingParams(**{**GREEDY, **sampling}), use_tqdm=False)
+    return [[[list(o.token_ids) for o in output.outputs], output.num_cached_tokens] for output in outputs]
+
+
+def shared_prefixes(llm: LLM) -> Any:
+    start = tokens(1, 200)
+    prompts = [prompt(start + [number] * 40) for number in range(6, 16)]
+    return generate(llm, prompts, max_tokens=20) + generate(llm, prompts, max_tokens=20)
+
+
+def eviction(llm: LLM) -> Any:
+    found = []
+    for seed in (2, 3, 4, 5, 6, 7, 8, 2, 8, 3, 7):
+        found += generate(llm, [prompt(tokens(seed, 400))], max_tokens=5)
+    return found
+
+
+def preemption(llm: LLM) -> Any:
+    return generate(llm, [prompt(tokens(20 + at, 150)) for at in range(12)], max_tokens=150)
+
+
+def chunked_prefill(llm: LLM) -> Any:
+    return generate(llm, [prompt(tokens(40, 900)), prompt(tokens(41, 30)), prompt(tokens(40, 700))], max_tokens=10)
+
+
+def one_by_one(llm: LLM) -> Any:
+    """For engines in another process, where requests that are sent together may arrive apart."""
+    found = []
+    for seed, count in ((1, 300), (1, 320), (2, 500), (3, 700), (1, 300), (4, 900), (2, 500), (5, 900), (1, 300)):
+        found += generate(llm, [prompt(tokens(seed, count))], max_tokens=20)
+    return found
+
+
+def aborts(llm: LLM) -> Any:
+    engine = llm.llm_engine
+    sampling = SamplingParams(**GREEDY, max_tokens=60, ignore_eos=True)
+    names = [engine.add_request(f"abort-{at}", prompt(tokens(50 + at, 100)), sampling) for at in range(6)]
+    names = [name or f"abort-{at}" for at, name in enumerate(names)]
+    found: dict[str, Any] = {}
+    for step in range(200):
+        if step in (0, 3, 9):
+            engine.abort_request([names[step % 4]])
+        for output in engine.step():
+            found[output.request_id] = list(output.outputs[0].token_ids)
+        if not engine.has_unfinished_requests():
+            break
+    return sorted(map(str, found.values())) + generate(llm, [prompt(tokens(50, 100))], max_tokens=5)
+
+
+def reset(llm: LLM) -> Any:
+    first = generate(llm, [prompt(tokens(60, 300))] * 2, max_tokens=3)
+    done = llm.reset_prefix_cache()
+    return [first, done, generate(llm, [prompt(tokens(60, 300))], max_tokens=3)]
+
+
+def several_samples(llm: LLM) -> Any:
+    return generate(llm, [prompt(tokens(70, 130))], n=3, temperature=0.8, seed=7, max_tokens=40)
+
+
+def salted(llm: LLM) -> Any:
+    ids = tokens(80, 200)
+    salts: list[dict[str, Any]] = [{}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}]
+    return [generate(llm, [prompt(ids, **salt)], max_tokens=3) for salt in salts]
+
+
+def prompt_logprobs(llm: LLM) -> Any:
+    ids = [prompt(tokens(90, 100))]
+    return generate(llm, ids, max_tokens=3) + generate(llm, ids, max_tokens=3, prompt_logprobs=1)
+
+
+SCENES: dict[str, Callable[[LLM], Any]] = {
+    scene.__name__: scene
+    for scene in (
+        shared_prefixes,
+        eviction,
+        preemption,
+        chunked_prefill,
+        one_by_one,
+        aborts,
+        reset,
+        several_samples,
+        salted,
+        prompt_logprobs,
+    )
+}
+
+
+def main() -> None:
+    folder, output, scenes, arguments = sys.argv[1:]
+    llm = LLM(
+        folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, seed=1, **json.loads(arguments)
+    )
+    found = {name: SCENES[name](llm) for name in scenes.split(",")}
+    metrics = {
+        metric.name: metric.value
+        for metric in llm.get_metrics()
+        if metric.name in ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:num_preemptions")
+    }
+    Path(output).write_text(json.dumps({"scenes": found, "metrics": metrics}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
