@@ -14,7 +14,7 @@ from lockstep_kv._core import Coordinator, PrefixHit
 from lockstep_kv.errors import UnknownRequestError
 from lockstep_kv.vllm.blocks import BlockView, IdBlocks
 from lockstep_kv.vllm.coordinator_view import CoordinatorView
-from lockstep_kv.vllm.coverage import coordinator_config
+from lockstep_kv.vllm.coverage import NotCoveredError, coordinator_config
 from lockstep_kv.vllm.events import EventQueue
 from lockstep_kv.vllm.pool_view import BlockPoolView
 
@@ -99,7 +99,12 @@ class LockstepKVCacheManager(KVCacheManager):
     @classmethod
     def check_covered(cls, *args: Any, **kwargs: Any) -> CoordinatorConfig:
         """Raise `NotCoveredError` with the reason if an engine with these arguments needs vLLM's own manager."""
-        bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+        try:
+            bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+        except TypeError as error:
+            raise NotCoveredError(
+                f"this vLLM gives its KV cache manager arguments that are not known: {error}"
+            ) from None
         bound.apply_defaults()
         names = inspect.signature(coordinator_config).parameters
         return coordinator_config(**{name: bound.arguments[name] for name in names})

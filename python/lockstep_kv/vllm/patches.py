@@ -53,6 +53,11 @@ def _new_manager(cls: type[KVCacheManager], *args: Any, **kwargs: Any) -> KVCach
     return object.__new__(cls)
 
 
+def _plain_new(cls: type[KVCacheManager], *_: Any, **__: Any) -> KVCacheManager:
+    """Make what is asked for."""
+    return object.__new__(cls)
+
+
 PATCHES = (
     Patch(
         "vllm.v1.core.kv_cache_manager",
@@ -98,10 +103,8 @@ def restore() -> None:
     """Take all patches back, for tests that compare with stock in one process."""
     while _originals:
         owner, name, original = _originals.pop()
-        if original is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+        # A class that once had a __new__ of its own needs one for good: object.__new__ would refuse its arguments.
+        setattr(owner, name, staticmethod(_plain_new) if original is _MISSING else original)
 
 
 def _owner(patch: Patch) -> Any:
