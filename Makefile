@@ -1,4 +1,4 @@
-# Four commands: demo, test, lint, bench. Each sets up what it needs in .venv and target, and is quick when nothing
+# Five commands: demo, demo-vllm, test, lint, bench. Each sets up what it needs in .venv and target, and is quick when nothing
 # has changed.
 
 PYTHON ?= python3
@@ -6,10 +6,14 @@ BIN := .venv/bin
 TRACE ?= $(wildcard ../shared/data/mooncake_conversation_trace.jsonl)
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: demo test test-core lint bench build clean
+.PHONY: demo demo-vllm test test-core lint bench build clean
 
 demo: build
 	$(BIN)/lockstep-kv demo $(if $(TRACE),--trace "$(TRACE)")
+
+# A real vLLM engine on the CPU, stock and with the plugin.
+demo-vllm: build .venv/vllm
+	$(BIN)/python benches/demo_vllm.py
 
 test: .venv/vllm test-core
 
@@ -27,10 +31,8 @@ lint: build
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest lockstep_kv._core
 
-# Needs vLLM 0.32 beside this package: VLLM_PYTHON is the Python that has it.
-VLLM_PYTHON ?= $(BIN)/python
-bench: build
-	PYTHONPATH=python $(VLLM_PYTHON) benches/replay_vs_vllm.py "$(or $(TRACE),$(error give TRACE=file.jsonl))"
+bench: build .venv/vllm
+	$(BIN)/python benches/replay_vs_vllm.py "$(or $(TRACE),$(error give TRACE=file.jsonl))"
 
 build: .venv/built
 
