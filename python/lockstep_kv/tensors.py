@@ -57,13 +57,13 @@ class CachePool:
         *,
         backing: torch.Tensor | None = None,
     ) -> None:
-        names = [[layer.name for layer in group.layers] for group in groups]
+        given = [[(layer.name, layer.page_bytes) for layer in group.layers] for group in groups]
         planned: list[list[LayoutTensor]] = [[] for _ in groups]
         for tensor in layout.tensors:
             if tensor.group_id < len(planned):
                 planned[tensor.group_id].append(tensor)
-        if len(layout.tensors) != sum(map(len, names)) or names != [[t.layer for t in group] for group in planned]:
-            raise ConfigError("groups must be those that the layout was planned for, got other layers")
+        if len(layout.tensors) != sum(map(len, given)) or given != [[(t.layer, t.page) for t in g] for g in planned]:
+            raise ConfigError("groups must be those that the layout was planned for, got other layers or pages")
         if backing is None:
             backing = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
         elif backing.dtype != torch.uint8 or backing.ndim != 1 or not backing.is_contiguous():

@@ -29,7 +29,7 @@ pub enum Error {
     },
 
     /// The request holds no blocks here: it was never allocated, or it was freed.
-    #[error("unknown request {0:?}: it was never allocated, or it was freed")]
+    #[error("unknown request {}: it was never allocated, or it was freed", shown(.0))]
     UnknownRequest(String),
 
     /// A reference was given back that is not held.
@@ -61,6 +61,15 @@ pub enum Error {
     /// `audit` found a broken invariant: a bug in this crate, never a caller's fault.
     #[error("broken invariant {0}")]
     Invariant(String),
+}
+
+/// The start of a name, quoted.
+fn shown(name: &str) -> String {
+    const SHOWN: usize = 80;
+    match name.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{:?}...", &name[..end]),
+        None => format!("{name:?}"),
+    }
 }
 
 impl Error {

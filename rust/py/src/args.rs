@@ -5,7 +5,7 @@
 
 use std::convert::Infallible;
 
-use pyo3::exceptions::PyOverflowError;
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyList, PyString, PyTuple};
 
@@ -76,7 +76,9 @@ pub(crate) fn uint(value: &Bound<'_, PyAny>, name: &str) -> PyResult<u64> {
         Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
             Err(config_error(format!("{name} must be between 0 and 2**64 - 1, got {}", shown(value))))
         }
-        Err(_) => Err(wrong_type(name, "an int", value)),
+        Err(error) if error.is_instance_of::<PyTypeError>(value.py()) => Err(wrong_type(name, "an int", value)),
+        // What went wrong in the value's own code is not for us to rename.
+        Err(error) => Err(error),
     }
 }
 

@@ -11,7 +11,7 @@ use crate::errors::{config_error, raise};
 use crate::events::list_of_events;
 use crate::geometry::tuple_of_sets;
 use crate::hit::{PrefixHit, hit_of};
-use crate::lists::{HashList, ids_of, list_of_ids, tuple_of_rows};
+use crate::lists::{HashList, ids_of, list_of_ids, tuple_of_lists};
 
 /// Blocks for the requests of one engine, over one pool and any number of lockstep sets.
 ///
@@ -21,9 +21,17 @@ use crate::lists::{HashList, ids_of, list_of_ids, tuple_of_rows};
 #[derive(Debug)]
 pub(crate) struct Coordinator(core::Coordinator);
 
+/// Every call first reads its arguments, then borrows the coordinator and copies what it needs out of it, and only then
+/// makes Python objects: making them may run finalizers, which may call the coordinator again.
 impl Coordinator {
     fn num_groups(&self) -> usize {
         self.0.config().groups.len()
+    }
+
+    /// What an allocation added, one row per group.
+    fn new_rows(num_groups: usize, allocation: Option<core::coordinator::Allocation<'_>>) -> Option<Vec<Vec<BlockId>>> {
+        let groups = (0_u32..).take(num_groups).map(GroupId);
+        allocation.map(|allocation| groups.map(|group| allocation.new_ids(group).to_vec()).collect())
     }
 }
 
@@ -45,8 +53,9 @@ impl Coordinator {
 
     /// The lockstep sets, in the order of their first groups.
     #[getter]
-    fn sets<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        tuple_of_sets(py, self.0.sets())
+    fn sets<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
+        let sets = slf.try_borrow()?.0.sets().to_vec();
+        tuple_of_sets(slf.py(), &sets)
     }
 
     /// Tokens per block hash.
@@ -103,8 +112,7 @@ impl Coordinator {
         text_signature = "($self, request_id, num_tokens, *, hit=None, num_external_tokens=0, reserved_blocks=0)"
     )]
     fn allocate<'py>(
-        &mut self,
-        py: Python<'py>,
+        slf: &Bound<'py, Self>,
         request_id: &Bound<'py, PyAny>,
         num_tokens: &Bound<'py, PyAny>,
         hit: Option<&Bound<'py, PyAny>>,
@@ -119,11 +127,11 @@ impl Coordinator {
             reserved_blocks: reserved_blocks.uint("reserved_blocks", 0)?,
             ..core::AllocateRequest::new("", 0)
         };
-        let num_groups = self.num_groups();
-        match self.0.allocate(&ask).map_err(raise)? {
-            Some(allocation) => tuple_of_rows(py, num_groups, |group| allocation.new_ids(group)).map(Some),
-            None => Ok(None),
-        }
+        let rows = {
+            let this = &mut *slf.try_borrow_mut()?;
+            Self::new_rows(this.num_groups(), this.0.allocate(&ask).map_err(raise)?)
+        };
+        rows.map(|rows| tuple_of_lists(slf.py(), &rows)).transpose()
     }
 
     /// `allocate` and then `cache`, in one call: slots for `num_tokens` tokens, and if they are there, publication of the
@@ -137,8 +145,7 @@ impl Coordinator {
         text_signature = "($self, request_id, num_tokens, *, hit=None, num_external_tokens=0, reserved_blocks=0, watermark_blocks=0, whole_tokens=0, block_hashes=None, cache_tokens=None, num_prompt_tokens=None)"
     )]
     fn allocate_slots<'py>(
-        &mut self,
-        py: Python<'py>,
+        slf: &Bound<'py, Self>,
         request_id: &Bound<'py, PyAny>,
         num_tokens: &Bound<'py, PyAny>,
         hit: Option<&Bound<'py, PyAny>>,
@@ -159,23 +166,26 @@ impl Coordinator {
             watermark_blocks: watermark_blocks.uint("watermark_blocks", 0)?,
             whole_tokens: whole_tokens.uint("whole_tokens", 0)?,
         };
-        let num_groups = self.num_groups();
-        let allocation = match (cache_tokens, block_hashes) {
-            (None, _) => self.0.allocate(&ask).map_err(raise)?,
+        let rows = match (cache_tokens, block_hashes) {
+            (None, _) => {
+                let this = &mut *slf.try_borrow_mut()?;
+                Self::new_rows(this.num_groups(), this.0.allocate(&ask).map_err(raise)?)
+            }
             (Some(_), None) => return Err(config_error("cache_tokens needs block_hashes".into())),
             (Some(tokens), Some(hashes)) => {
                 let hashes = HashList::new(hashes, "block_hashes")?;
                 let tokens = uint(tokens, "cache_tokens")?;
                 let prompt = num_prompt_tokens.map(|value| uint(value, "num_prompt_tokens")).transpose()?;
-                self.0.allocate_and_cache(&ask, &hashes, tokens, prompt).map_err(|error| hashes.raise(error))?
+                let this = &mut *slf.try_borrow_mut()?;
+                let num_groups = this.num_groups();
+                let allocation = this.0.allocate_and_cache(&ask, &hashes, tokens, prompt);
+                Self::new_rows(num_groups, allocation.map_err(|error| hashes.raise(error))?)
             }
         };
-        match allocation {
+        match rows {
             None => Ok(None),
-            Some(new) if (0_u32..).take(num_groups).all(|group| new.new_ids(GroupId(group)).is_empty()) => {
-                Ok(Some(PyTuple::empty(py)))
-            }
-            Some(new) => tuple_of_rows(py, num_groups, |group| new.new_ids(group)).map(Some),
+            Some(rows) if rows.iter().all(Vec::is_empty) => Ok(Some(PyTuple::empty(slf.py()))),
+            Some(rows) => tuple_of_lists(slf.py(), &rows).map(Some),
         }
     }
 
@@ -227,22 +237,28 @@ impl Coordinator {
 
     /// End a request, but leave a pin wherever its rows named a block: `unpin` gives the blocks back later. Returns the
     /// rows, one lockstep set after the other.
-    fn detach<'py>(&mut self, py: Python<'py>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        list_of_ids(py, &self.0.detach(text(request_id, "request_id")?).map_err(raise)?)
+    fn detach<'py>(slf: &Bound<'py, Self>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let request_id = text(request_id, "request_id")?;
+        let blocks = slf.try_borrow_mut()?.0.detach(request_id).map_err(raise)?;
+        list_of_ids(slf.py(), &blocks)
     }
 
     /// The requests that hold blocks, in no order.
-    fn request_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, self.0.request_ids().collect::<Vec<_>>())
+    fn request_ids<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyList>> {
+        let names: Vec<String> = slf.try_borrow()?.0.request_ids().map(String::from).collect();
+        PyList::new(slf.py(), names)
     }
 
     /// Leading blocks of a request that need not be published any more, per group.
-    fn num_published<'py>(&self, py: Python<'py>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
+    fn num_published<'py>(slf: &Bound<'py, Self>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
         let request_id = text(request_id, "request_id")?;
-        let groups = (0_u32..).take(self.num_groups()).map(GroupId);
-        let counts: Vec<_> =
-            groups.map(|group| self.0.num_published(request_id, group).map_err(raise)).collect::<PyResult<_>>()?;
-        PyTuple::new(py, counts)
+        let counts = {
+            let this = slf.try_borrow()?;
+            let groups = (0_u32..).take(this.num_groups()).map(GroupId);
+            let counts = groups.map(|group| this.0.num_published(request_id, group).map_err(raise));
+            counts.collect::<PyResult<Vec<_>>>()?
+        };
+        PyTuple::new(slf.py(), counts)
     }
 
     /// Leading tokens of a request that can be found in every set, as long as nothing in between is evicted.
@@ -251,14 +267,15 @@ impl Coordinator {
     }
 
     /// A request's block ids, one list per group.
-    fn block_ids<'py>(&self, py: Python<'py>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
+    fn block_ids<'py>(slf: &Bound<'py, Self>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
         let request_id = text(request_id, "request_id")?;
-        let rows: Vec<_> = (0_u32..)
-            .map(GroupId)
-            .take(self.num_groups())
-            .map(|group| self.0.block_ids(request_id, group).map_err(raise))
-            .collect::<PyResult<_>>()?;
-        tuple_of_rows(py, rows.len(), |group| rows[group.0 as usize])
+        let rows = {
+            let this = slf.try_borrow()?;
+            let groups = (0_u32..).take(this.num_groups()).map(GroupId);
+            let rows = groups.map(|group| this.0.block_ids(request_id, group).map(<[BlockId]>::to_vec).map_err(raise));
+            rows.collect::<PyResult<Vec<_>>>()?
+        };
+        tuple_of_lists(slf.py(), &rows)
     }
 
     /// References to a block: one per row entry naming it, whatever the number of member groups, and one per pin.
@@ -267,17 +284,16 @@ impl Coordinator {
     }
 
     /// The free blocks in the order in which they will be taken.
-    fn free_order<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        list_of_ids(py, &self.0.pool().free_order())
+    fn free_order<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyList>> {
+        let blocks = slf.try_borrow()?.0.pool().free_order();
+        list_of_ids(slf.py(), &blocks)
     }
 
     /// The block each group would find under this hash, or None if a group has none.
-    fn lookup<'py>(&self, py: Python<'py>, block_hash: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyTuple>>> {
+    fn lookup<'py>(slf: &Bound<'py, Self>, block_hash: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let hash = core::hash::BlockHash::new(bytes(block_hash, "block_hash")?).map_err(raise)?;
-        match self.0.lookup(&hash) {
-            Some(blocks) => PyTuple::new(py, blocks.iter().map(|block| block.0).collect::<Vec<_>>()).map(Some),
-            None => Ok(None),
-        }
+        let blocks = slf.try_borrow()?.0.lookup(&hash);
+        blocks.map(|blocks| PyTuple::new(slf.py(), blocks.iter().map(|block| block.0).collect::<Vec<_>>())).transpose()
     }
 
     /// The first block published under this hash in the set of this group, or None.
@@ -288,24 +304,25 @@ impl Coordinator {
     }
 
     /// The hashes a block is found by, each with the first group of its lockstep set, in the order of publication.
-    fn hashes_of<'py>(&self, py: Python<'py>, block_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        let hashes = self.0.hashes_of(BlockId(uint32(block_id, "block_id")?)).map_err(raise)?;
+    fn hashes_of<'py>(slf: &Bound<'py, Self>, block_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let block = BlockId(uint32(block_id, "block_id")?);
+        let hashes = slf.try_borrow()?.0.hashes_of(block).map_err(raise)?;
+        let py = slf.py();
         PyList::new(py, hashes.iter().map(|(hash, group)| (PyBytes::new(py, hash), group.0)))
     }
 
     /// What each group would find by itself: one pair of block ids and tokens per group.
     fn find_hit_per_group<'py>(
-        &self,
-        py: Python<'py>,
+        slf: &Bound<'py, Self>,
         block_hashes: &Bound<'py, PyAny>,
         max_tokens: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let hashes = HashList::new(block_hashes, "block_hashes")?;
         let max_tokens = uint(max_tokens, "max_tokens")?;
-        let found = self.0.find_hit_per_group(&hashes, max_tokens).map_err(|error| hashes.raise(error))?;
-        let pairs: Vec<_> =
-            found.iter().map(|(blocks, tokens)| Ok((list_of_ids(py, blocks)?, *tokens))).collect::<PyResult<_>>()?;
-        PyTuple::new(py, pairs)
+        let found = slf.try_borrow()?.0.find_hit_per_group(&hashes, max_tokens);
+        let found = found.map_err(|error| hashes.raise(error))?;
+        let pairs = found.iter().map(|(blocks, tokens)| Ok((list_of_ids(slf.py(), blocks)?, *tokens)));
+        PyTuple::new(slf.py(), pairs.collect::<PyResult<Vec<_>>>()?)
     }
 
     /// A hit on blocks that the caller knows to hold a request's first `num_tokens` tokens, one list per group.
@@ -320,9 +337,10 @@ impl Coordinator {
     }
 
     /// Take `n` blocks that are pinned instead of being part of a request; their keys are forgotten.
-    fn take_pinned<'py>(&mut self, py: Python<'py>, n: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    fn take_pinned<'py>(slf: &Bound<'py, Self>, n: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let count = usize::try_from(uint(n, "n")?).unwrap_or(usize::MAX);
-        list_of_ids(py, &self.0.take_pinned(count).map_err(raise)?)
+        let blocks = slf.try_borrow_mut()?.0.take_pinned(count).map_err(raise)?;
+        list_of_ids(slf.py(), &blocks)
     }
 
     /// Add a pin per occurrence: a pinned block is not handed out, whoever gives it up.
@@ -346,16 +364,16 @@ impl Coordinator {
     }
 
     /// Hand out the events since the last call, oldest first. Always empty unless events were switched on.
-    fn take_events<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        list_of_events(py, self.0.take_events())
+    fn take_events<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyList>> {
+        let events = slf.try_borrow_mut()?.0.take_events();
+        list_of_events(slf.py(), events)
     }
 
     /// What the coordinator has done so far, and how its blocks stand: counts by name.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.0.stats();
-        let pool = self.0.pool();
-        let dict = PyDict::new(py);
-        for (name, count) in [
+    fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
+        let this = slf.try_borrow()?;
+        let (stats, pool) = (this.0.stats(), this.0.pool());
+        let counts = [
             ("lookups", stats.lookups),
             ("lookup_tokens", stats.lookup_tokens),
             ("hit_tokens", stats.hit_tokens),
@@ -368,8 +386,11 @@ impl Coordinator {
             ("held_blocks", pool.num_held_blocks() as u64),
             ("free_blocks", pool.num_free_blocks() as u64),
             ("keys", pool.num_keys() as u64),
-            ("requests", self.0.num_requests() as u64),
-        ] {
+            ("requests", this.0.num_requests() as u64),
+        ];
+        drop(this);
+        let dict = PyDict::new(slf.py());
+        for (name, count) in counts {
             dict.set_item(name, count)?;
         }
         Ok(dict)

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use lockstep_kv_core::hash::{self as core, BlockHash, ExtraKeys, HashAlgo, KeyId, MAX_NESTING};
 use pyo3::buffer::{Element, PyUntypedBuffer};
+use pyo3::exceptions::{PyAttributeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
@@ -122,8 +123,14 @@ fn token(item: &Bound<'_, PyAny>, at: usize) -> PyResult<i64> {
         Ok(index) if !item.is_instance_of::<PyBool>() && !index.is_instance_of::<PyBool>() => {
             index.extract().map_err(|_| too_wide(&index, at))
         }
+        Err(error) if !is_wrong_type(item.py(), &error) => Err(error),
         _ => Err(wrong_type(&format!("token_ids[{at}]"), "an int", item)),
     }
+}
+
+/// Whether an error says that a value is no int, and not that something else went wrong in it.
+fn is_wrong_type(py: Python<'_>, error: &PyErr) -> bool {
+    error.is_instance_of::<PyTypeError>(py) || error.is_instance_of::<PyAttributeError>(py)
 }
 
 fn too_wide(value: &Bound<'_, PyAny>, at: usize) -> PyErr {

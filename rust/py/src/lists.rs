@@ -21,6 +21,11 @@ pub(crate) fn list_of_ids<'py>(py: Python<'py>, blocks: &[BlockId]) -> PyResult<
     PyList::new(py, blocks.iter().map(|block| block.0))
 }
 
+/// One list of block ids per group.
+pub(crate) fn tuple_of_lists<'py>(py: Python<'py>, rows: &[Vec<BlockId>]) -> PyResult<Bound<'py, PyTuple>> {
+    tuple_of_rows(py, rows.len(), |group| &rows[group.0 as usize])
+}
+
 /// One list of block ids per group. Groups of one set get lists of their own, as callers may change them.
 pub(crate) fn tuple_of_rows<'py, 'a>(
     py: Python<'py>,

@@ -130,8 +130,11 @@ impl OffloadIndex {
 
     /// Plan a load of each key and return its slot, which stays as it is until the load is complete. Raises
     /// `ConfigError` if a key is not ready.
-    fn prepare_load<'py>(&mut self, py: Python<'py>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, self.0.prepare_load(&keys_of(keys)?).map_err(raise)?)
+    fn prepare_load<'py>(slf: &Bound<'py, Self>, keys: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let keys = keys_of(keys)?;
+        // Making a list may run finalizers, which may call the index again: it is not borrowed then.
+        let slots = slf.try_borrow_mut()?.0.prepare_load(&keys).map_err(raise)?;
+        PyList::new(slf.py(), slots)
     }
 
     /// Report that one load per occurrence of a key is complete. Raises `DoubleFreeError` if a key comes up more often

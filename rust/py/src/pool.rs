@@ -18,6 +18,7 @@ use crate::lists::{ids_of, list_of_ids};
 #[derive(Debug)]
 pub(crate) struct BlockPool(core::BlockPool);
 
+// As the coordinator's: arguments are read before the pool is borrowed, and Python objects are made afterwards.
 #[pymethods]
 impl BlockPool {
     #[new]
@@ -43,9 +44,10 @@ impl BlockPool {
     }
 
     /// Take `n` blocks with one reference each; their keys are forgotten. Raises `PoolExhaustedError` if fewer are free.
-    fn take<'py>(&mut self, py: Python<'py>, n: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    fn take<'py>(slf: &Bound<'py, Self>, n: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let count = usize::try_from(uint(n, "n")?).unwrap_or(usize::MAX);
-        list_of_ids(py, &self.0.take(count).map_err(raise)?)
+        let blocks = slf.try_borrow_mut()?.0.take(count).map_err(raise)?;
+        list_of_ids(slf.py(), &blocks)
     }
 
     /// Add one reference per occurrence; a free block leaves the queue and keeps its keys.
@@ -83,8 +85,9 @@ impl BlockPool {
     }
 
     /// The free blocks in the order in which they will be taken.
-    fn free_order<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        list_of_ids(py, &self.0.free_order())
+    fn free_order<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyList>> {
+        let blocks = slf.try_borrow()?.0.free_order();
+        list_of_ids(slf.py(), &blocks)
     }
 
     /// References to a block.
@@ -93,8 +96,10 @@ impl BlockPool {
     }
 
     /// The keys a block carries, in the order of publication.
-    fn keys_of<'py>(&self, py: Python<'py>, id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        let keys = self.0.keys_of(BlockId(uint32(id, "id")?)).map_err(raise)?;
+    fn keys_of<'py>(slf: &Bound<'py, Self>, id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let block = BlockId(uint32(id, "id")?);
+        let keys = slf.try_borrow()?.0.keys_of(block).map_err(raise)?;
+        let py = slf.py();
         PyList::new(py, keys.iter().map(|key| PyBytes::new(py, key.as_bytes())))
     }
 

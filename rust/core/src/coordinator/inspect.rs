@@ -22,7 +22,8 @@ impl Coordinator {
         Ok(self.requests.get(request_id)?.rows[self.set_of(group)?].num_published)
     }
 
-    /// Leading tokens of a request that can be found in every set, as long as nothing in between is evicted.
+    /// Leading tokens of a request up to the last that some hash stands for, the fewest over all sets. An estimate of what
+    /// a later request can hit, as vLLM makes it: gaps, ends inside a block and draft models are not looked at.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`](crate::Error::UnknownRequest).

@@ -35,8 +35,8 @@ impl PrefixHit {
         self.num_tokens
     }
 
-    /// Tokens behind the hit that one set has and another lacks: a prefix that requests share, but that is not cached
-    /// everywhere.
+    /// Tokens behind the hit that a set which was looked up earlier has and a later one lacks: a prefix that requests
+    /// share, but that is not cached everywhere. Like vLLM's figure it depends on the order of the groups.
     pub fn num_uncached_tokens(&self) -> u64 {
         self.longest - self.num_tokens
     }
@@ -192,14 +192,19 @@ impl Coordinator {
             }
             for &block in row {
                 self.pool.check_real(block)?;
-                if !self.pool.has_keys(block) {
-                    return Err(Error::config(format!("block {block} holds no prefix")));
+                let of_this_set = |key: &crate::pool::Key| key.split_block().1 as usize == set;
+                if !self.pool.keys_of(block)?.iter().any(of_this_set) {
+                    return Err(Error::config(format!("block {block} holds no prefix of group {group}")));
                 }
             }
             of_set[set] = Some(row);
         }
         let rows = of_set.into_iter().map(|row| self.hit_row(row.unwrap_or(&[]).to_vec())).collect();
-        Ok(self.hit(num_tokens, num_tokens, rows))
+        let hit = self.hit(num_tokens, num_tokens, rows);
+        if hit.names_a_block_twice() {
+            return Err(Error::config("a block stands for two places of a prefix"));
+        }
+        Ok(hit)
     }
 
     fn hit_row(&self, blocks: Vec<BlockId>) -> HitRow {

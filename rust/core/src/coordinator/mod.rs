@@ -186,7 +186,8 @@ impl Coordinator {
     /// [`Error::Invariant`] naming the first that is broken.
     pub fn audit(&self) -> Result<()> {
         self.pool.audit()?;
-        let rows = self.requests.iter().flat_map(|(_, request)| request.rows.iter().map(|row| row.blocks.as_slice()));
+        let rows = self.requests.iter().flat_map(|(_, request)| request.rows.iter().enumerate());
+        let rows = rows.map(|(set, row)| (set, row.blocks.as_slice()));
         audit::check_references(&self.pool, rows, &self.pins)
     }
 

@@ -194,7 +194,7 @@ impl Plan {
         }
         if let Some((count, at)) = self.tail {
             self.publish_tail(request, hashes, count, row.blocks[at], at < row.num_published, pool)?;
-            row.tail_tokens = count as u64 * self.hash_block_tokens;
+            row.tail_tokens = row.tail_tokens.max(count as u64 * self.hash_block_tokens);
         }
         Ok(())
     }

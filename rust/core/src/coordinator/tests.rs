@@ -199,3 +199,44 @@ fn hashes_of_what_is_published_already_are_not_needed_again() -> Result<()> {
     assert!(matches!(c.cache("running", sequence.as_slice(), 12, None), Err(Error::Config(_))));
     Ok(())
 }
+
+#[test]
+fn a_hit_can_only_be_made_on_blocks_of_its_own_set() -> Result<()> {
+    let mut c = coordinator(vec![full(4), full(8)], 64);
+    let sequence = hashes(0, 8);
+    assert!(run(&mut c, "first", &sequence, 32));
+    let (narrow, wide) = (c.block_ids("first", GroupId(0))?.to_vec(), c.block_ids("first", GroupId(1))?.to_vec());
+    assert_eq!(c.hit_of(&[&narrow[..2], &wide[..1]], 8)?.num_tokens(), 8);
+    for rows in [[&narrow[..2], &narrow[..1]], [&wide[..2], &wide[..1]], [&narrow[..1], &wide[..1]]] {
+        assert!(matches!(c.hit_of(&rows, 8), Err(Error::Config(_))), "{rows:?}");
+    }
+    let twice = [narrow[0], narrow[0]];
+    assert!(matches!(c.hit_of(&[&twice, &wide[..1]], 8), Err(Error::Config(_))));
+    Ok(())
+}
+
+#[test]
+fn the_audit_sees_a_block_in_rows_of_two_sets() -> Result<()> {
+    let mut c = coordinator(vec![full(4), full(8)], 64);
+    assert!(c.allocate(&AllocateRequest::new("first", 8))?.is_some());
+    c.audit()?;
+    let block = c.block_ids("first", GroupId(0))?[0];
+    let other = c.block_ids("first", GroupId(1))?[0];
+    c.requests.get_mut("first")?.rows[1].blocks[0] = block;
+    c.pool.add_ref(&[block])?;
+    c.pool.release(&[other])?;
+    assert!(matches!(c.audit(), Err(Error::Invariant(text)) if text.starts_with("I2")));
+    Ok(())
+}
+
+#[test]
+fn an_earlier_end_of_a_prompt_does_not_hide_a_later_one() -> Result<()> {
+    let config = CoordinatorConfig { hash_block_tokens: Some(4), ..CoordinatorConfig::new(vec![full(16)], 9, 64) };
+    let mut c = Coordinator::new(config)?;
+    assert!(c.allocate(&AllocateRequest::new("first", 30))?.is_some());
+    c.cache("first", hashes(0, 8).as_slice(), 30, Some(30))?;
+    assert_eq!(c.findable_tokens("first")?, 28);
+    c.cache("first", hashes(0, 8).as_slice(), 30, Some(10))?;
+    assert_eq!(c.findable_tokens("first")?, 28);
+    Ok(())
+}

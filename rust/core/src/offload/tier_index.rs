@@ -12,6 +12,9 @@ use crate::offload::policy::{Order, Policy, Recall};
 use crate::offload::slots::{Slots, State};
 use crate::pool::Key;
 
+/// Room for so many keys of a call is kept for the next one.
+const KEPT_ROOM: usize = 1024;
+
 /// The index of a tier.
 #[derive(Clone, Debug)]
 pub struct OffloadIndex {
@@ -163,6 +166,8 @@ impl OffloadIndex {
     /// Keeps the memory of a map of keys for the next call.
     fn give_back(&mut self, mut given: HashMap<Key, usize>) {
         given.clear();
+        // Clearing takes time in proportion to the room: after a call of very many keys most of it is given up.
+        given.shrink_to(KEPT_ROOM);
         self.given = given;
     }
 

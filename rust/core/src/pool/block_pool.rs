@@ -388,7 +388,7 @@ impl BlockPool {
                 (at, key, self.index.first(&key), successor).hash(into);
             }
         }
-        into.write_usize(self.events.pending().len());
+        self.events.pending().hash(into);
     }
 
     /// A digest of the state that later calls can observe: equal states of one build have equal digests.

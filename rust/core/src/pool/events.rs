@@ -3,7 +3,7 @@
 use crate::pool::Key;
 
 /// A change of the index, before it is told to each member group.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum PoolEvent {
     /// Consecutive blocks of a request became findable by these keys, all of one set.
     Stored {

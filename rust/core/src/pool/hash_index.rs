@@ -241,31 +241,8 @@ impl HashIndex {
     /// I4: both directions name the same entries.
     pub(super) fn audit(&self) -> Result<()> {
         let broken = |text: String| Err(Error::Invariant(format!("I4: hash index: {text}")));
-        let mut of_blocks = 0;
-        for (number, &first) in (0_u32..).zip(&self.first_of_block) {
-            let mut at = first;
-            while at != NONE {
-                let entry = self.entry(at);
-                if entry.block.0 != number {
-                    return broken(format!("block {number} lists an entry of block {}", entry.block));
-                }
-                let Some(mut same) = self.find(&entry.key) else {
-                    return broken(format!("block {number} carries {:?}, which is not found", entry.key));
-                };
-                let first_same = same;
-                while same != at {
-                    same = self.entry(same).next_same_key;
-                    if same == first_same {
-                        return broken(format!("block {number} is missing among the blocks of {:?}", entry.key));
-                    }
-                }
-                of_blocks += 1;
-                if of_blocks > self.len {
-                    return broken(format!("more than {} entries are listed by blocks", self.len));
-                }
-                at = entry.next_of_block;
-            }
-        }
+        // By key: rings are closed and keys lie in their buckets. Each entry is met once, so no walk is endless.
+        let mut met = vec![false; self.entries.len()];
         let mut of_keys = 0;
         for (bucket, &first) in self.buckets.iter().enumerate() {
             let mut at = first;
@@ -280,10 +257,10 @@ impl HashIndex {
                     if entry.key != key || self.entry(entry.next_same_key).prev_same_key != same {
                         return broken(format!("the ring of {key:?} is not closed"));
                     }
-                    of_keys += 1;
-                    if of_keys > self.len {
-                        return broken(format!("more than {} entries are listed by keys", self.len));
+                    if std::mem::replace(&mut met[same as usize], true) {
+                        return broken(format!("an entry of {key:?} is listed twice"));
                     }
+                    of_keys += 1;
                     same = entry.next_same_key;
                     if same == at {
                         break;
@@ -291,6 +268,32 @@ impl HashIndex {
                 }
                 at = self.entry(at).next_in_bucket;
             }
+        }
+        // By block: exactly the same entries.
+        let mut of_blocks = 0;
+        for (number, &first) in (0_u32..).zip(&self.first_of_block) {
+            let mut at = first;
+            while at != NONE {
+                let entry = self.entry(at);
+                if entry.block.0 != number {
+                    return broken(format!("block {number} lists an entry of block {}", entry.block));
+                }
+                if !std::mem::replace(&mut met[at as usize], false) {
+                    return broken(format!("block {number} carries {:?}, which is not found", entry.key));
+                }
+                of_blocks += 1;
+                at = entry.next_of_block;
+            }
+        }
+        // What is not in use is linked as unused.
+        let mut unused = 0;
+        let mut at = self.first_unused;
+        while at != NONE && unused <= self.entries.len() {
+            unused += 1;
+            at = self.entry(at).next_same_key;
+        }
+        if of_keys + unused != self.entries.len() {
+            return broken(format!("{of_keys} entries in use and {unused} unused of {}", self.entries.len()));
         }
         if of_blocks != self.len || of_keys != self.len {
             return broken(format!("{of_blocks} entries by block, {of_keys} by key, {} counted", self.len));
