@@ -139,6 +139,7 @@ def plan_layout(
     available_bytes: SupportsIndex | None = None,
     num_blocks: SupportsIndex | None = None,
     max_model_len: SupportsIndex,
+    max_in_flight_tokens: SupportsIndex | None = None,
 ) -> Layout:
     """Plan where the pages of all groups lie on one rank."""
 
@@ -171,6 +172,8 @@ class CoordinatorConfig:
         max_model_len: SupportsIndex,
         use_eagle: bool = False,
         enable_events: bool = False,
+        max_in_flight_tokens: SupportsIndex | None = None,
+        retention_interval: SupportsIndex | None = None,
     ) -> CoordinatorConfig: ...
     @property
     def groups(self) -> tuple[GroupSpec, ...]: ...
@@ -188,6 +191,10 @@ class CoordinatorConfig:
     def use_eagle(self) -> bool: ...
     @property
     def enable_events(self) -> bool: ...
+    @property
+    def max_in_flight_tokens(self) -> int | None: ...
+    @property
+    def retention_interval(self) -> int | None: ...
     def __getnewargs_ex__(self) -> tuple[tuple[tuple[GroupSpec, ...], int], dict[str, int | bool | None]]: ...
 
 @final
@@ -203,7 +210,7 @@ class PrefixHit:
 
 @final
 class BlockStored:
-    """Consecutive blocks of a request became findable in one group."""
+    """The blocks of a range of a request's tokens became findable in one group, those that can be part of a hit."""
 
     @property
     def group_id(self) -> int: ...
@@ -212,9 +219,13 @@ class BlockStored:
     @property
     def block_hashes(self) -> list[bytes]: ...
     @property
+    def block_starts(self) -> list[int]: ...
+    @property
     def parent_block_hash(self) -> bytes | None: ...
     @property
     def start_token(self) -> int: ...
+    @property
+    def end_token(self) -> int: ...
     @property
     def block_tokens(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
@@ -274,11 +285,21 @@ class Coordinator:
         reserved_blocks: SupportsIndex = 0,
         watermark_blocks: SupportsIndex = 0,
         whole_tokens: SupportsIndex = 0,
+        processed_tokens: SupportsIndex = 0,
         block_hashes: Sequence[bytes] | None = None,
         cache_tokens: SupportsIndex | None = None,
         num_prompt_tokens: SupportsIndex | None = None,
+        shared_prefix_boundary: SupportsIndex = 0,
     ) -> tuple[list[int], ...] | None: ...
-    def blocks_needed(self, request_id: str, num_tokens: SupportsIndex, *, hit: PrefixHit | None = None) -> int: ...
+    def blocks_needed(
+        self,
+        request_id: str,
+        num_tokens: SupportsIndex,
+        *,
+        hit: PrefixHit | None = None,
+        computed_tokens: SupportsIndex = 0,
+        capped: bool = False,
+    ) -> int: ...
     def cache(
         self,
         request_id: str,
@@ -286,6 +307,7 @@ class Coordinator:
         num_tokens: SupportsIndex,
         *,
         num_prompt_tokens: SupportsIndex | None = None,
+        shared_prefix_boundary: SupportsIndex = 0,
     ) -> None: ...
     def release_skipped(self, request_id: str, num_computed_tokens: SupportsIndex) -> None: ...
     def free(self, request_id: str) -> None: ...

@@ -51,6 +51,8 @@ class Pair:
                 max_model_len=MAX_MODEL_LEN,
                 use_eagle=config.use_eagle,
                 enable_events=True,
+                max_in_flight_tokens=config.in_flight,
+                retention_interval=config.retention_interval,
             )
         )
         self.hasher: Callable[[Request], Any] = get_request_block_hasher(config.hash_tokens, sha256)
@@ -62,7 +64,7 @@ class Pair:
         name = f"r{len(self.all)}"
         request = Request(name, prompt, SamplingParams(max_tokens=64), None, block_hasher=self.hasher)
         self.all[name] = request
-        blocks, num_hit, _ = self.theirs.get_computed_blocks(request)
+        blocks, num_hit, request.shared_prefix_boundary = self.theirs.get_computed_blocks(request)
         hit = self.ours.find_longest_hit(request.block_hashes, len(prompt) - 1)
         assert hit.num_tokens == num_hit
         assert hit.block_ids == blocks.get_block_ids()
@@ -96,6 +98,8 @@ class Pair:
         chunk = min(chunk, left)
         total = request.num_computed_tokens + chunk
         got = self.theirs.allocate_slots(request, chunk, num_lookahead_tokens=lookahead, reserved_blocks=reserved)
+        # vLLM gives back what windows do not need before it allocates, even if that fails.
+        self.ours.release_skipped(request.request_id, request.num_computed_tokens)
         num_tokens = min(total + lookahead, MAX_MODEL_LEN)
         new = self.ours.allocate(request.request_id, num_tokens, reserved_blocks=reserved)
         self.finish_step(request, got, new, total)
@@ -110,6 +114,7 @@ class Pair:
             request.block_hashes,
             min(total, request.num_tokens),
             num_prompt_tokens=request.num_prompt_tokens,
+            shared_prefix_boundary=request.shared_prefix_boundary,
         )
         request.num_computed_tokens = total
         if request not in self.running:
@@ -140,17 +145,16 @@ class Pair:
         if not isinstance(event, BlockStored):
             return kv_events.BlockRemoved([event.block_hash], medium="GPU", group_idx=event.group_id)
         request = self.all[event.request_id]
-        end = event.start_token + event.block_tokens * len(event.block_hashes)
         kind, window = self.theirs.kv_cache_event_metadata[event.group_id]
         return kv_events.BlockStored(
             block_hashes=event.block_hashes,
             parent_block_hash=event.parent_block_hash,
-            token_ids=list(request.all_token_ids[event.start_token : end]),
+            token_ids=list(request.all_token_ids[event.start_token : event.end_token]),
             block_size=event.block_tokens,
             lora_id=None,
             medium="GPU",
             lora_name=None,
-            extra_keys=[None] * len(event.block_hashes),
+            extra_keys=[None] * len(event.block_hashes) or None,
             group_idx=event.group_id,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,

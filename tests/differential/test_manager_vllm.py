@@ -71,6 +71,7 @@ class Life:
         for manager in (self.theirs, self.ours):
             manager.record_prefix_cache_stats(request, found[0][1])
         num_hit = found[0][1]
+        request.shared_prefix_boundary = found[0][2]
         external = min(external, request.num_tokens - 1 - num_hit)
         chunk = min(chunk, request.num_tokens - num_hit - external)
         delay = bool(flags & 1 and external)
@@ -207,12 +208,13 @@ class Life:
 
     def finder(self, request: Request) -> Callable[[Any], Any]:
         """What lookups past the manager find."""
+        limit = min(40, request.num_tokens - 1)
         hybrid = self.config.enable_caching and len(self.config.groups) > 1
 
         def find(manager: Any) -> Any:
-            found = [manager.coordinator.find_longest_cache_hit(request.block_hashes, 40)]
+            found = [manager.coordinator.find_longest_cache_hit(request.block_hashes, limit)]
             if hybrid:
-                found.append(manager.coordinator.find_longest_cache_hit_per_group(request.block_hashes, 40))
+                found.append(manager.coordinator.find_longest_cache_hit_per_group(request.block_hashes, limit))
             return found
 
         return find

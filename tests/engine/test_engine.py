@@ -33,6 +33,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
         "torch_dtype": "bfloat16",
     },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 6,
+        "head_dim": 32,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 32,
+        "vocab_size": 1000,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+    },
     "deepseek_v2": {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
@@ -134,6 +150,15 @@ def test_latent_attention(tmp_path: Path) -> None:
     engine = {**pool, "max_num_batched_tokens": 1024, **SYNC}
     _, steps = assert_same(tmp_path, "deepseek_v2", scenes, engine)
     assert any(step["preempted"] for step in steps)
+
+
+def test_sliding_windows(tmp_path: Path) -> None:
+    engine = {"block_size": 32, "num_gpu_blocks_override": 90, **SYNC}
+    found, steps = assert_same(tmp_path, "gemma3", ALL, engine)
+    assert any(step["preempted"] for step in steps)
+    assert max(cached for _, cached in found["scenes"]["shared_prefixes"]) > 0
+    # Blocks behind the window are given back while the request runs.
+    assert any(0 in row for step in steps for _, _, rows in step["new"] for row in rows)
 
 
 def test_an_engine_core_in_another_process(tmp_path: Path) -> None:

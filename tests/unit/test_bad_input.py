@@ -460,8 +460,6 @@ def of_kind(kind: str, **options: Any) -> GroupSpec:
 
 
 NOT_SUPPORTED = [
-    of_kind("sliding_window", sliding_window=8),
-    of_kind("chunked_local", attention_chunk_size=8),
     of_kind("mamba"),
     of_kind("cross_attention"),
 ]

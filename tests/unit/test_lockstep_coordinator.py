@@ -231,8 +231,6 @@ def test_a_partly_replicated_indexer_moves_in_lockstep_too() -> None:
 
 def test_kinds_that_are_not_supported_are_refused_by_name() -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("sliding_window", {"sliding_window": 8}),
-        ("chunked_local", {"attention_chunk_size": 8}),
         ("mamba", {}),
         ("cross_attention", {}),
     ]

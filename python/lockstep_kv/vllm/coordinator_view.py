@@ -180,13 +180,14 @@ class CoordinatorView:
         prefill_end: int = 0,
     ) -> int:
         """How many free blocks the request would take to have slots for `num_tokens` tokens."""
-        del num_encoder_tokens, total_computed_tokens, num_local_computed_tokens
-        del num_tokens_main_model, apply_admission_cap, prefill_end
+        del num_encoder_tokens, num_local_computed_tokens, num_tokens_main_model, prefill_end
         rows = [[block.block_id for block in row] for row in new_computed_blocks]
         hit = None
         if any(rows):
             hit = self._coordinator.hit_of(rows, len(rows[0]) * self.single_type_managers[0].block_size)
-        return self._coordinator.blocks_needed(request_id, num_tokens, hit=hit)
+        return self._coordinator.blocks_needed(
+            request_id, num_tokens, hit=hit, computed_tokens=total_computed_tokens, capped=apply_admission_cap
+        )
 
     def get_blocks(self, request_id: str) -> tuple[list[BlockView], ...]:
         """The request's blocks, one list per group."""
@@ -207,7 +208,8 @@ class CoordinatorView:
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Full attention needs all blocks of a request for as long as it lives."""
+        """Give back the blocks that windows and chunks do not need any more."""
+        self._manager.remove_skipped_blocks(request_id, processed_computed_tokens, num_prompt_tokens)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all hashes, if no block is held."""

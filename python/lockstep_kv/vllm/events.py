@@ -42,11 +42,12 @@ class EventQueue:
                     assert request is not None  # noqa: S101 - only publishing stores
                     self._stored(
                         request,
-                        event.block_hashes,
-                        event.parent_block_hash,
-                        event.start_token,
-                        event.block_tokens,
                         event.group_id,
+                        event.block_hashes,
+                        event.block_starts,
+                        event.parent_block_hash,
+                        range(event.start_token, event.end_token),
+                        event.block_tokens,
                     )
                 case lockstep_kv.BlockRemoved():
                     block_hash: Any = event.block_hash
@@ -61,7 +62,8 @@ class EventQueue:
             per_block = span // hash_tokens
             hashes: list[Any] = list(request.block_hashes[per_block - 1 : num_tokens // hash_tokens : per_block])
             if hashes:
-                self._stored(request, hashes, None, 0, span, group)
+                end = len(hashes) * span
+                self._stored(request, group, hashes, list(range(0, end, span)), None, range(end), span)
 
     def pending(self) -> list[KVCacheEvent]:
         """What has not been taken yet."""
@@ -74,21 +76,27 @@ class EventQueue:
         return taken
 
     def _stored(
-        self, request: Request, hashes: list[Any], parent: Any, start: int, block_tokens: int, group: int
+        self,
+        request: Request,
+        group: int,
+        hashes: list[Any],
+        starts: list[int],
+        parent: Any,
+        tokens: range,
+        block_tokens: int,
     ) -> None:
-        end = start + len(hashes) * block_tokens
         lora = request.lora_request
         kind, sliding_window = self._kinds[group]
         self._queue.append(
             BlockStored(
                 block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
                 parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-                token_ids=request.all_token_ids[start:end],
+                token_ids=request.all_token_ids[tokens.start : tokens.stop],
                 block_size=block_tokens,
                 lora_id=lora.adapter_id if lora else None,
                 medium=MEDIUM_GPU,
                 lora_name=lora.name if lora else None,
-                extra_keys=to_event_extra_keys(_extra_keys(request, start, end, block_tokens)),
+                extra_keys=to_event_extra_keys(_extra_keys(request, starts, block_tokens)),
                 group_idx=group,
                 session_id=request.session_id,
                 kv_cache_spec_kind=kind,
@@ -97,11 +105,11 @@ class EventQueue:
         )
 
 
-def _extra_keys(request: Request, start: int, end: int, block_tokens: int) -> list[tuple[Any, ...] | None]:
+def _extra_keys(request: Request, starts: list[int], block_tokens: int) -> list[tuple[Any, ...] | None]:
     """What entered the hashes of these blocks beside their tokens."""
     keys = []
     at = 0
-    for begin in range(start, end, block_tokens):
-        key, at = generate_block_hash_extra_keys(request, begin, begin + block_tokens, at)
+    for start in starts:
+        key, at = generate_block_hash_extra_keys(request, start, start + block_tokens, at)
         keys.append(key)
     return keys

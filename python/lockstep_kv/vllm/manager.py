@@ -56,7 +56,7 @@ class LockstepKVCacheManager(KVCacheManager):
         enable_mamba_shared_prefix_checkpoint: bool = False,
     ) -> None:
         # The parent's constructor would make vLLM's own coordinator.
-        del max_in_flight_tokens, enable_mamba_shared_prefix_checkpoint
+        del enable_mamba_shared_prefix_checkpoint
         if watermark < 0:
             raise AssertionError("watermark must be non-negative")
         config = coordinator_config(
@@ -67,6 +67,7 @@ class LockstepKVCacheManager(KVCacheManager):
             enable_caching=enable_caching,
             use_eagle=use_eagle,
             num_prefill_lookahead=num_prefill_lookahead,
+            max_in_flight_tokens=max_in_flight_tokens,
             enable_kv_cache_events=enable_kv_cache_events,
             dcp_world_size=dcp_world_size,
             pcp_world_size=pcp_world_size,
@@ -95,6 +96,7 @@ class LockstepKVCacheManager(KVCacheManager):
         self.block_pool: Any = BlockPoolView(self._core, self._events, metrics_collector)
         self.coordinator: Any = CoordinatorView(self, self._core, kv_cache_config, scheduler_block_size)
         self._zeroes = kv_cache_config.needs_kv_cache_zeroing
+        self._drops_blocks = any(group.kind not in ("full", "mla") for group in config.groups)
 
     @classmethod
     def check_covered(cls, *args: Any, **kwargs: Any) -> CoordinatorConfig:
@@ -148,23 +150,24 @@ class LockstepKVCacheManager(KVCacheManager):
         computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         num_tokens = min(computed, self.max_model_len) + num_new_tokens
         request_tokens = request.num_tokens
-        options: dict[str, Any] = {}
         hit = None
+        options: dict[str, Any] = {}
         if new_computed_blocks is not None and new_computed_blocks is not self.empty_kv_cache_blocks:
-            hit = self._hit(new_computed_blocks, num_new_computed_tokens)
-            options["hit"] = hit
+            hit = options["hit"] = self._hit(new_computed_blocks, num_new_computed_tokens)
         if num_external_computed_tokens:
             options["num_external_tokens"] = num_external_computed_tokens
-        if reserved_blocks:
+        if full_sequence_must_fit or reserved_blocks or self.watermark_blocks:
+            watermark = self.watermark_blocks if has_scheduled_reqs and request.status in _WAITING else 0
             options["reserved_blocks"] = reserved_blocks
-        if self.watermark_blocks and has_scheduled_reqs and request.status in _WAITING:
-            options["watermark_blocks"] = self.watermark_blocks
-        if full_sequence_must_fit:
-            options["whole_tokens"] = min(request_tokens, self.max_model_len)
+            options["watermark_blocks"] = watermark
+            options["whole_tokens"] = min(request_tokens, self.max_model_len) if full_sequence_must_fit else 0
+        if self._drops_blocks:
+            options["processed_tokens"] = max(0, min(computed, self.max_model_len) - request.num_in_flight_tokens)
         if self.enable_caching and not delay_cache_blocks:
             options["block_hashes"] = request.block_hashes
             options["cache_tokens"] = min(num_tokens, request_tokens)
             options["num_prompt_tokens"] = request.num_prompt_tokens
+            options["shared_prefix_boundary"] = request.shared_prefix_boundary
         new = self._core.allocate_slots(
             request.request_id, min(num_tokens + num_lookahead_tokens, self.max_model_len), **options
         )
@@ -188,6 +191,7 @@ class LockstepKVCacheManager(KVCacheManager):
                 request.block_hashes,
                 num_computed_tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
+                shared_prefix_boundary=request.shared_prefix_boundary,
             )
             self._events.collect(request)
 
@@ -217,7 +221,13 @@ class LockstepKVCacheManager(KVCacheManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Full attention needs all blocks of a request for as long as it lives."""
+        """Give back the blocks that windows and chunks do not need any more."""
+        del num_prompt_tokens
+        if self._drops_blocks:
+            try:
+                self._core.release_skipped(request_id, processed_computed_tokens)
+            except UnknownRequestError:
+                return
 
     def new_step_starts(self) -> None:
         """Nothing depends on steps."""
@@ -314,11 +324,14 @@ class LockstepKVCacheManager(KVCacheManager):
         hits = hit.block_ids if hit is not None else none
         new = new or none
         external = none
-        if with_external:
+        if hit is not None or with_external:
+            # What a window does not need of a hit, or of what is loaded, is null.
             rows = self._core.block_ids(request.request_id)
+            ends = [len(row) - len(fresh) for row, fresh in zip(rows, new, strict=True)]
             external = tuple(
-                row[len(found) : len(row) - len(fresh)] for row, found, fresh in zip(rows, hits, new, strict=True)
+                list(filter(None, row[len(found) : end])) for row, found, end in zip(rows, hits, ends, strict=True)
             )
+            hits = tuple(list(filter(None, row[: len(found)])) for row, found in zip(rows, hits, strict=True))
         for found in hits:
             self.block_pool.note_accessed(found)
         for taken in (*external, *new):

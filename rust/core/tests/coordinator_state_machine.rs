@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 
 use coordinator::{Hash, PlainAsk, PlainCoordinator, PlainEvent, Rows};
 use draw::{NAMES, Op};
-use lockstep_kv_core::coordinator::{CoordinatorStats, Event};
+use lockstep_kv_core::coordinator::{CoordinatorStats, Event, Publication};
 use lockstep_kv_core::hash::BlockHash;
 use lockstep_kv_core::pool::PoolStats;
 use lockstep_kv_core::{AllocateRequest, BlockId, Coordinator, CoordinatorConfig, Error, GroupId, PrefixHit};
@@ -136,7 +136,10 @@ impl Pair {
     }
 
     fn cache(&mut self, name: &str, hashes: &[Hash], tokens: u64, prompt: Option<u64>) {
-        self.both(|core| core.cache(name, hashes, tokens, prompt), |plain| plain.cache(name, hashes, tokens, prompt));
+        self.both(
+            |core| core.cache(name, hashes, &Publication::new(tokens, prompt)),
+            |plain| plain.cache(name, hashes, tokens, prompt),
+        );
     }
 
     /// Publishes as an engine does: the request's own sequence, all of it.
@@ -171,7 +174,10 @@ impl Pair {
             for hash in &mut hashes {
                 hash.truncate(15);
             }
-            self.both(|core| core.cache(name, hashes.as_slice(), tokens, prompt), |_| Err(vec![Kind::Config]));
+            self.both(
+                |core| core.cache(name, hashes.as_slice(), &Publication::new(tokens, prompt)),
+                |_| Err(vec![Kind::Config]),
+            );
         } else {
             self.cache(name, &hashes, tokens, prompt);
         }
@@ -253,7 +259,7 @@ impl Pair {
 
     fn compare_events(&mut self) {
         let of = |event| match event {
-            Event::Stored { group, request_id, block_hashes, parent_block_hash, start_token, block_tokens } => {
+            Event::Stored { group, request_id, block_hashes, parent_block_hash, start_token, block_tokens, .. } => {
                 PlainEvent::Stored {
                     group: group.0,
                     request: request_id.into(),

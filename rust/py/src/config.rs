@@ -13,7 +13,9 @@ use crate::geometry::{GroupSpec, groups_of};
 /// `num_blocks` includes the null block. `dcp_world_size` is the number of decode-context-parallel ranks.
 /// `hash_block_tokens` is the number of tokens per block hash (None = the greatest common divisor of all sets' tokens
 /// per block). With `use_eagle`, groups marked `is_eagle` (all, if none is) leave the last block of a hit to be computed
-/// again.
+/// again. `max_in_flight_tokens` (None = `max_model_len`) bounds what windows and chunks hold: tokens of one request that
+/// are scheduled and whose results are not in yet, at most. With `retention_interval`, windows publish the blocks before every
+/// so many tokens only, and before the ends of prompts (0 = only the latter, None = before every length that a hit can have).
 ///
 /// Raises `ConfigError` naming the value that cannot be used.
 #[pyclass(frozen, eq, module = "lockstep_kv")]
@@ -24,8 +26,8 @@ pub(crate) struct CoordinatorConfig(pub(crate) core::CoordinatorConfig);
 impl CoordinatorConfig {
     #[new]
     #[pyo3(
-        signature = (groups, num_blocks, *, dcp_world_size=Given::NO, enable_caching=Given::NO, hash_block_tokens=None, max_model_len, use_eagle=Given::NO, enable_events=Given::NO),
-        text_signature = "(groups, num_blocks, *, dcp_world_size=1, enable_caching=True, hash_block_tokens=None, max_model_len, use_eagle=False, enable_events=False)"
+        signature = (groups, num_blocks, *, dcp_world_size=Given::NO, enable_caching=Given::NO, hash_block_tokens=None, max_model_len, use_eagle=Given::NO, enable_events=Given::NO, max_in_flight_tokens=None, retention_interval=None),
+        text_signature = "(groups, num_blocks, *, dcp_world_size=1, enable_caching=True, hash_block_tokens=None, max_model_len, use_eagle=False, enable_events=False, max_in_flight_tokens=None, retention_interval=None)"
     )]
     fn new(
         groups: &Bound<'_, PyAny>,
@@ -36,6 +38,8 @@ impl CoordinatorConfig {
         max_model_len: &Bound<'_, PyAny>,
         use_eagle: Given<'_>,
         enable_events: Given<'_>,
+        max_in_flight_tokens: Option<&Bound<'_, PyAny>>,
+        retention_interval: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let config = core::CoordinatorConfig {
             groups: groups_of(groups)?,
@@ -46,6 +50,8 @@ impl CoordinatorConfig {
             max_model_len: uint(max_model_len, "max_model_len")?,
             use_eagle: use_eagle.flag("use_eagle", false)?,
             enable_events: enable_events.flag("enable_events", false)?,
+            max_in_flight_tokens: max_in_flight_tokens.map(|value| uint(value, "max_in_flight_tokens")).transpose()?,
+            retention_interval: retention_interval.map(|value| uint(value, "retention_interval")).transpose()?,
         };
         config.validate().map_err(raise)?;
         Ok(Self(config))
@@ -99,6 +105,19 @@ impl CoordinatorConfig {
         self.0.enable_events
     }
 
+    /// Tokens of one request that are scheduled and whose results are not in yet, at most; None = max_model_len.
+    #[getter]
+    fn max_in_flight_tokens(&self) -> Option<u64> {
+        self.0.max_in_flight_tokens
+    }
+
+    /// Windows publish the blocks before every so many tokens only, and before the ends of prompts; None = before every
+    /// length that a hit can have.
+    #[getter]
+    fn retention_interval(&self) -> Option<u64> {
+        self.0.retention_interval
+    }
+
     fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyDict>)> {
         let options = PyDict::new(py);
         options.set_item("dcp_world_size", self.0.dcp_world_size)?;
@@ -107,6 +126,8 @@ impl CoordinatorConfig {
         options.set_item("max_model_len", self.0.max_model_len)?;
         options.set_item("use_eagle", self.0.use_eagle)?;
         options.set_item("enable_events", self.0.enable_events)?;
+        options.set_item("max_in_flight_tokens", self.0.max_in_flight_tokens)?;
+        options.set_item("retention_interval", self.0.retention_interval)?;
         Ok(((self.groups(py)?, self.0.num_blocks).into_pyobject(py)?, options))
     }
 

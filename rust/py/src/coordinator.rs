@@ -35,6 +35,19 @@ impl Coordinator {
     }
 }
 
+/// What is to be published, from Python's arguments.
+fn publication(
+    num_tokens: &Bound<'_, PyAny>,
+    num_prompt_tokens: Option<&Bound<'_, PyAny>>,
+    shared_prefix_boundary: Given<'_>,
+) -> PyResult<core::coordinator::Publication> {
+    Ok(core::coordinator::Publication {
+        num_tokens: uint(num_tokens, "num_tokens")?,
+        num_prompt_tokens: num_prompt_tokens.map(|value| uint(value, "num_prompt_tokens")).transpose()?,
+        shared_prefix_boundary: shared_prefix_boundary.uint("shared_prefix_boundary", 0)?,
+    })
+}
+
 #[pymethods]
 impl Coordinator {
     #[new]
@@ -138,11 +151,11 @@ impl Coordinator {
     /// first `cache_tokens` tokens (None = nothing) with `block_hashes`.
     ///
     /// `whole_tokens` (0 = do not ask) must fit as well, whatever is reserved, and `watermark_blocks` free blocks must be
-    /// left over either way. Returns what `allocate` returns, but an empty tuple if there is nothing new. Either all is
-    /// done or nothing is.
+    /// left over either way. What is not needed any more once `processed_tokens` are processed is given back first, and
+    /// stays so even if the slots are not there. Returns what `allocate` returns, but an empty tuple if there is nothing new.
     #[pyo3(
-        signature = (request_id, num_tokens, *, hit=None, num_external_tokens=Given::NO, reserved_blocks=Given::NO, watermark_blocks=Given::NO, whole_tokens=Given::NO, block_hashes=None, cache_tokens=None, num_prompt_tokens=None),
-        text_signature = "($self, request_id, num_tokens, *, hit=None, num_external_tokens=0, reserved_blocks=0, watermark_blocks=0, whole_tokens=0, block_hashes=None, cache_tokens=None, num_prompt_tokens=None)"
+        signature = (request_id, num_tokens, *, hit=None, num_external_tokens=Given::NO, reserved_blocks=Given::NO, watermark_blocks=Given::NO, whole_tokens=Given::NO, processed_tokens=Given::NO, block_hashes=None, cache_tokens=None, num_prompt_tokens=None, shared_prefix_boundary=Given::NO),
+        text_signature = "($self, request_id, num_tokens, *, hit=None, num_external_tokens=0, reserved_blocks=0, watermark_blocks=0, whole_tokens=0, processed_tokens=0, block_hashes=None, cache_tokens=None, num_prompt_tokens=None, shared_prefix_boundary=0)"
     )]
     fn allocate_slots<'py>(
         slf: &Bound<'py, Self>,
@@ -153,9 +166,11 @@ impl Coordinator {
         reserved_blocks: Given<'py>,
         watermark_blocks: Given<'py>,
         whole_tokens: Given<'py>,
+        processed_tokens: Given<'py>,
         block_hashes: Option<&Bound<'py, PyAny>>,
         cache_tokens: Option<&Bound<'py, PyAny>>,
         num_prompt_tokens: Option<&Bound<'py, PyAny>>,
+        shared_prefix_boundary: Given<'py>,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let ask = core::AllocateRequest {
             request_id: text(request_id, "request_id")?,
@@ -165,6 +180,7 @@ impl Coordinator {
             reserved_blocks: reserved_blocks.uint("reserved_blocks", 0)?,
             watermark_blocks: watermark_blocks.uint("watermark_blocks", 0)?,
             whole_tokens: whole_tokens.uint("whole_tokens", 0)?,
+            processed_tokens: processed_tokens.uint("processed_tokens", 0)?,
         };
         let rows = match (cache_tokens, block_hashes) {
             (None, _) => {
@@ -174,11 +190,10 @@ impl Coordinator {
             (Some(_), None) => return Err(config_error("cache_tokens needs block_hashes".into())),
             (Some(tokens), Some(hashes)) => {
                 let hashes = HashList::new(hashes, "block_hashes")?;
-                let tokens = uint(tokens, "cache_tokens")?;
-                let prompt = num_prompt_tokens.map(|value| uint(value, "num_prompt_tokens")).transpose()?;
+                let publication = publication(tokens, num_prompt_tokens, shared_prefix_boundary)?;
                 let this = &mut *slf.try_borrow_mut()?;
                 let num_groups = this.num_groups();
-                let allocation = this.0.allocate_and_cache(&ask, &hashes, tokens, prompt);
+                let allocation = this.0.allocate_and_cache(&ask, &hashes, &publication);
                 Self::new_rows(num_groups, allocation.map_err(|error| hashes.raise(error))?)
             }
         };
@@ -190,34 +205,48 @@ impl Coordinator {
     }
 
     /// How many free blocks a request would take to have slots for `num_tokens` tokens, idle blocks of a hit included.
-    #[pyo3(signature = (request_id, num_tokens, *, hit=None))]
+    ///
+    /// `computed_tokens`: what a new request finds or has loaded. `capped`: windows and chunks count for what they hold at
+    /// most at a time.
+    #[pyo3(
+        signature = (request_id, num_tokens, *, hit=None, computed_tokens=Given::NO, capped=Given::NO),
+        text_signature = "($self, request_id, num_tokens, *, hit=None, computed_tokens=0, capped=False)"
+    )]
     fn blocks_needed(
         &self,
         request_id: &Bound<'_, PyAny>,
         num_tokens: &Bound<'_, PyAny>,
         hit: Option<&Bound<'_, PyAny>>,
+        computed_tokens: Given<'_>,
+        capped: Given<'_>,
     ) -> PyResult<usize> {
-        let num_tokens = uint(num_tokens, "num_tokens")?;
-        self.0.blocks_needed(text(request_id, "request_id")?, num_tokens, hit_of(hit)?).map_err(raise)
+        let (num_tokens, capped) = (uint(num_tokens, "num_tokens")?, capped.flag("capped", false)?);
+        let computed = computed_tokens.uint("computed_tokens", 0)?;
+        let request_id = text(request_id, "request_id")?;
+        self.0.blocks_needed(request_id, num_tokens, hit_of(hit)?, computed, capped).map_err(raise)
     }
 
     /// Publish the full blocks of the first `num_tokens` tokens of a request that are not published yet.
     ///
     /// With `num_prompt_tokens`, sets whose blocks span several hashes also publish the last whole hash of the prompt if
-    /// it ends inside a block, as vLLM does.
-    #[pyo3(signature = (request_id, block_hashes, num_tokens, *, num_prompt_tokens=None))]
+    /// it ends inside a block, as vLLM does. Windows that keep only some of their blocks keep those before the prompt's end
+    /// and before `shared_prefix_boundary`.
+    #[pyo3(
+        signature = (request_id, block_hashes, num_tokens, *, num_prompt_tokens=None, shared_prefix_boundary=Given::NO),
+        text_signature = "($self, request_id, block_hashes, num_tokens, *, num_prompt_tokens=None, shared_prefix_boundary=0)"
+    )]
     fn cache(
         &mut self,
         request_id: &Bound<'_, PyAny>,
         block_hashes: &Bound<'_, PyAny>,
         num_tokens: &Bound<'_, PyAny>,
         num_prompt_tokens: Option<&Bound<'_, PyAny>>,
+        shared_prefix_boundary: Given<'_>,
     ) -> PyResult<()> {
         let request_id = text(request_id, "request_id")?;
         let hashes = HashList::new(block_hashes, "block_hashes")?;
-        let num_prompt_tokens = num_prompt_tokens.map(|value| uint(value, "num_prompt_tokens")).transpose()?;
-        let num_tokens = uint(num_tokens, "num_tokens")?;
-        self.0.cache(request_id, &hashes, num_tokens, num_prompt_tokens).map_err(|error| hashes.raise(error))
+        let publication = publication(num_tokens, num_prompt_tokens, shared_prefix_boundary)?;
+        self.0.cache(request_id, &hashes, &publication).map_err(|error| hashes.raise(error))
     }
 
     /// Give back what a request's groups no longer need once `num_computed_tokens` tokens are computed.
@@ -236,7 +265,7 @@ impl Coordinator {
     }
 
     /// End a request, but leave a pin wherever its rows named a block: `unpin` gives the blocks back later. Returns the
-    /// rows, one lockstep set after the other.
+    /// rows, one lockstep set after the other, with the null blocks in them.
     fn detach<'py>(slf: &Bound<'py, Self>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let request_id = text(request_id, "request_id")?;
         let blocks = slf.try_borrow_mut()?.0.detach(request_id).map_err(raise)?;

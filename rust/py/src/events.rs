@@ -4,15 +4,17 @@ use lockstep_kv_core::coordinator::Event;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-/// Consecutive blocks of a request became findable in one group.
+/// The blocks of a range of a request's tokens became findable in one group, those that can be part of a hit.
 #[pyclass(frozen, eq, module = "lockstep_kv")]
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct BlockStored {
     group_id: u32,
     request_id: Box<str>,
     block_hashes: Vec<Box<[u8]>>,
+    block_starts: Vec<u64>,
     parent_block_hash: Option<Box<[u8]>>,
     start_token: u64,
+    end_token: u64,
     block_tokens: u64,
 }
 
@@ -36,16 +38,28 @@ impl BlockStored {
         PyList::new(py, self.block_hashes.iter().map(|hash| PyBytes::new(py, hash)))
     }
 
+    /// The first token that each of them covers.
+    #[getter]
+    fn block_starts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        PyList::new(py, &self.block_starts)
+    }
+
     /// The hash before the first one; None if it is the request's first.
     #[getter]
     fn parent_block_hash<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.parent_block_hash.as_ref().map(|hash| PyBytes::new(py, hash))
     }
 
-    /// First token they cover.
+    /// First token of the range.
     #[getter]
     fn start_token(&self) -> u64 {
         self.start_token
+    }
+
+    /// The token after the range.
+    #[getter]
+    fn end_token(&self) -> u64 {
+        self.end_token
     }
 
     /// Tokens each hash stands for.
@@ -109,10 +123,27 @@ pub(crate) fn list_of_events(py: Python<'_>, events: Vec<Event>) -> PyResult<Bou
     let list = PyList::empty(py);
     for event in events {
         match event {
-            Event::Stored { group, request_id, block_hashes, parent_block_hash, start_token, block_tokens } => {
+            Event::Stored {
+                group,
+                request_id,
+                block_hashes,
+                block_starts,
+                parent_block_hash,
+                start_token,
+                end_token,
+                block_tokens,
+            } => {
                 let group_id = group.0;
-                let stored =
-                    BlockStored { group_id, request_id, block_hashes, parent_block_hash, start_token, block_tokens };
+                let stored = BlockStored {
+                    group_id,
+                    request_id,
+                    block_hashes,
+                    block_starts,
+                    parent_block_hash,
+                    start_token,
+                    end_token,
+                    block_tokens,
+                };
                 list.append(Bound::new(py, stored)?)?;
             }
             Event::Removed { group, block_hash } => {

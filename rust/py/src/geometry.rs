@@ -372,15 +372,17 @@ impl Layout {
 ///
 /// Give `available_bytes` (bytes for the cache on one rank), `num_blocks` (the null block included) or both; then the
 /// blocks must fit. Raises `ConfigError` if a group is not valid or of a kind that is not supported, if layer names
-/// repeat, or if a request of `max_model_len` tokens does not fit.
+/// repeat, or if a request of `max_model_len` tokens does not fit. `max_in_flight_tokens` (None = `max_model_len`) bounds what
+/// windows and chunks hold.
 #[pyfunction]
-#[pyo3(signature = (groups, *, dcp_world_size, available_bytes=None, num_blocks=None, max_model_len))]
+#[pyo3(signature = (groups, *, dcp_world_size, available_bytes=None, num_blocks=None, max_model_len, max_in_flight_tokens=None))]
 pub(crate) fn plan_layout(
     groups: &Bound<'_, PyAny>,
     dcp_world_size: &Bound<'_, PyAny>,
     available_bytes: Option<&Bound<'_, PyAny>>,
     num_blocks: Option<&Bound<'_, PyAny>>,
     max_model_len: &Bound<'_, PyAny>,
+    max_in_flight_tokens: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Layout> {
     let groups = groups_of(groups)?;
     let request = core::geometry::LayoutRequest {
@@ -389,6 +391,7 @@ pub(crate) fn plan_layout(
         available_bytes: available_bytes.map(|value| uint(value, "available_bytes")).transpose()?,
         num_blocks: num_blocks.map(|value| uint(value, "num_blocks")).transpose()?,
         max_model_len: uint(max_model_len, "max_model_len")?,
+        max_in_flight_tokens: max_in_flight_tokens.map(|value| uint(value, "max_in_flight_tokens")).transpose()?,
     };
     core::plan_layout(&request).map(Layout).map_err(raise)
 }

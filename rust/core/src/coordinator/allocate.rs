@@ -1,6 +1,7 @@
 //! Giving a request the blocks for its tokens: first the hits are referenced in all sets, then blocks are taken for what
 //! an external tier will load, then for what will be computed.
 
+use super::publish::Publication;
 use super::requests::Request;
 use super::{Coordinator, PrefixHit};
 use crate::error::{Error, Result};
@@ -24,6 +25,9 @@ pub struct AllocateRequest<'a> {
     pub whole_tokens: u64,
     /// Free blocks that must be left over of both.
     pub watermark_blocks: u64,
+    /// First give back what is not needed any more once so many tokens are processed. That is kept even if the request is
+    /// refused.
+    pub processed_tokens: u64,
 }
 
 impl<'a> AllocateRequest<'a> {
@@ -37,6 +41,7 @@ impl<'a> AllocateRequest<'a> {
             reserved_blocks: 0,
             whole_tokens: 0,
             watermark_blocks: 0,
+            processed_tokens: 0,
         }
     }
 }
@@ -79,34 +84,44 @@ impl Coordinator {
         &mut self,
         ask: &AllocateRequest<'_>,
         hashes: &H,
-        num_tokens: u64,
-        num_prompt_tokens: Option<u64>,
+        publication: &Publication,
     ) -> Result<Option<Allocation<'_>>> {
         let hit = ask.hit.filter(|hit| hit.num_tokens() > 0);
         let computed = self.check_ask(ask, hit)?;
         let held = self.requests.get(ask.request_id).ok();
         let row_at_end = |set: usize| {
-            let (length, published) = held.map_or((0, 0), |request| request.rows[set].lengths());
-            let hit = hit.map_or(0, |hit| hit.row(set).len());
             let slots = self.geometry.blocks_for(set, computed.max(ask.num_tokens));
-            ((length + hit).max(slots), published + hit)
+            if let Some(request) = held {
+                let (length, published) = request.rows[set].lengths();
+                return (length.max(slots), published);
+            }
+            let start = hit.map_or(0, |hit| hit.row(set).len()).max(self.geometry.skipped_blocks(set, computed));
+            (start.max(slots), if hit.is_some() || ask.num_external_tokens > 0 { start } else { 0 })
         };
-        self.check_publication(ask.request_id, hashes, num_tokens, num_prompt_tokens, row_at_end)?;
+        self.check_publication(ask.request_id, hashes, publication, row_at_end)?;
         if !self.take_slots(ask, hit, computed)? {
             return Ok(None);
         }
-        self.publish(ask.request_id, hashes, num_tokens, num_prompt_tokens)?;
+        self.publish(ask.request_id, hashes, publication)?;
         self.allocation(ask.request_id).map(Some)
     }
 
     /// How many blocks that are free now a request would take to have slots for `num_tokens` tokens, the idle ones of a
-    /// hit included. A question only: more tokens than `max_model_len` may be asked for.
+    /// hit included. A question only: more tokens than `max_model_len` may be asked for. `computed_tokens`: what a new request
+    /// finds or has loaded. `capped`: windows and chunks count for what they hold at most at a time.
     ///
     /// # Errors
     /// [`Error::Config`] or [`Error::StaleHit`] if the hit cannot be used.
-    pub fn blocks_needed(&self, request_id: &str, num_tokens: u64, hit: Option<&PrefixHit>) -> Result<usize> {
+    pub fn blocks_needed(
+        &self,
+        request_id: &str,
+        num_tokens: u64,
+        hit: Option<&PrefixHit>,
+        computed_tokens: u64,
+        capped: bool,
+    ) -> Result<usize> {
         hit.map_or(Ok(()), |hit| self.check_fresh(hit))?;
-        Ok(self.count(request_id, hit, 0, num_tokens))
+        Ok(self.count(request_id, hit, computed_tokens, num_tokens, capped))
     }
 
     /// What a request got last.
@@ -117,29 +132,56 @@ impl Coordinator {
 
     /// The free blocks that a request would take to have slots for `num_tokens` tokens, over all sets. What is counted
     /// here is what is taken: hits that nobody holds leave the queue as well.
-    fn count(&self, request_id: &str, hit: Option<&PrefixHit>, computed: u64, num_tokens: u64) -> usize {
+    fn count(&self, request_id: &str, hit: Option<&PrefixHit>, computed: u64, num_tokens: u64, capped: bool) -> usize {
         let held = self.requests.get(request_id).ok();
+        let longest = self.config.max_model_len;
+        let in_flight = self.config.max_in_flight_tokens.unwrap_or(longest);
         let mut needed = 0_usize;
         for set in 0..self.geometry.sets.len() {
-            let hit_row = hit.map_or(&[][..], |hit| hit.row(set));
-            let there = held.map_or(0, |request| request.rows[set].blocks.len()) + hit_row.len();
-            let at_end = self.geometry.blocks_for(set, computed.max(num_tokens)).max(there);
+            let geometry = &self.geometry;
+            let mut at_end = geometry.blocks_for(set, computed.max(num_tokens));
+            if let (true, Some(most)) =
+                (capped, geometry.retention(set).most_blocks(geometry.span(set), in_flight, longest))
+            {
+                at_end = at_end.min(usize::try_from(most).unwrap_or(usize::MAX));
+            }
+            let (there, hit_row) = self.start_of_row(held, set, hit, computed);
             let idle = hit_row.iter().filter(|&&block| self.pool.is_free(block)).count();
-            needed = needed.saturating_add(at_end - there).saturating_add(idle);
+            needed = needed.saturating_add(at_end.saturating_sub(there)).saturating_add(idle);
         }
         needed
     }
 
+    /// How long a row is before blocks are taken, and the blocks of the hit that it will hold: a new request starts with
+    /// null blocks where it needs nothing, and then with what it has hit.
+    fn start_of_row<'a>(
+        &self,
+        held: Option<&Request>,
+        set: usize,
+        hit: Option<&'a PrefixHit>,
+        computed: u64,
+    ) -> (usize, &'a [BlockId]) {
+        if let Some(request) = held {
+            return (request.rows[set].blocks.len(), &[]);
+        }
+        let skipped = self.geometry.skipped_blocks(set, computed);
+        let hit_row = hit.map_or(&[][..], |hit| hit.row(set));
+        (hit_row.len().max(skipped), hit_row.get(skipped..).unwrap_or(&[]))
+    }
+
     /// Refuses what does not fit, and otherwise appends to the request's rows and notes where its new blocks start.
     fn take_slots(&mut self, ask: &AllocateRequest<'_>, hit: Option<&PrefixHit>, computed: u64) -> Result<bool> {
+        if ask.processed_tokens > 0 && self.requests.contains(ask.request_id) {
+            self.release_skipped(ask.request_id, ask.processed_tokens)?;
+        }
         let free = self.pool.num_free_blocks();
         let blocks = |count: u64| usize::try_from(count).unwrap_or(usize::MAX);
-        let needed = self.count(ask.request_id, hit, computed, ask.num_tokens);
+        let needed = self.count(ask.request_id, hit, computed, ask.num_tokens, false);
         let left_over = blocks(ask.reserved_blocks).saturating_add(blocks(ask.watermark_blocks));
         // Even a request that needs no block is refused if fewer are free than must be left over.
         let fits = needed.saturating_add(left_over) <= free;
         let whole_fits = || {
-            let needed = self.count(ask.request_id, hit, computed, ask.whole_tokens);
+            let needed = self.count(ask.request_id, hit, computed, ask.whole_tokens, true);
             needed.saturating_add(blocks(ask.watermark_blocks)) <= free
         };
         if !fits || (ask.whole_tokens > 0 && !whole_fits()) {
@@ -147,19 +189,27 @@ impl Coordinator {
             return Ok(false);
         }
 
+        let is_new = !self.requests.contains(ask.request_id);
+        let starts = is_new && computed > 0;
         let geometry = &self.geometry;
-
         let request = self.requests.get_or_insert(ask.request_id, geometry.sets.len());
-        if let Some(hit) = hit {
+        if starts {
             for (set, row) in request.rows.iter_mut().enumerate() {
-                self.pool.add_ref(hit.row(set))?;
-                row.blocks.extend_from_slice(hit.row(set));
+                let skipped = geometry.skipped_blocks(set, computed);
+                let hit_row = hit.map_or(&[][..], |hit| hit.row(set)).get(skipped..).unwrap_or(&[]);
+                row.blocks.resize(skipped, BlockId::NULL);
+                row.blocks.extend_from_slice(hit_row);
                 row.num_published = row.blocks.len();
+                self.pool.add_ref_to_real(hit_row)?;
             }
         }
         self.new_from.clear();
         for (set, row) in request.rows.iter_mut().enumerate() {
-            let external = geometry.blocks_for(set, computed).saturating_sub(row.blocks.len());
+            let external = if starts && geometry.has_external(set, computed, ask.num_external_tokens) {
+                geometry.blocks_for(set, computed).saturating_sub(row.blocks.len())
+            } else {
+                0
+            };
             self.pool.take_into(external, &mut row.blocks)?;
             self.new_from.push(row.blocks.len());
         }

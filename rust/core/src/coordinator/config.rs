@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::geometry::{GroupSpec, LockstepSet, form_sets};
+use crate::groups::Retention;
 use crate::ids::GroupId;
 use crate::pool::MAX_BLOCKS;
 
@@ -24,6 +25,12 @@ pub struct CoordinatorConfig {
     pub use_eagle: bool,
     /// Whether events are noted.
     pub enable_events: bool,
+    /// Tokens of one request that are scheduled and whose results are not in yet, at most; `None` = `max_model_len`. Bounds
+    /// what windows and chunks hold.
+    pub max_in_flight_tokens: Option<u64>,
+    /// Windows publish the blocks before every so many tokens only, and before the ends of prompts; 0 = only the latter,
+    /// `None` = before every length that a hit can have.
+    pub retention_interval: Option<u64>,
 }
 
 impl CoordinatorConfig {
@@ -38,6 +45,8 @@ impl CoordinatorConfig {
             max_model_len,
             use_eagle: false,
             enable_events: false,
+            max_in_flight_tokens: None,
+            retention_interval: None,
         }
     }
 
@@ -62,6 +71,7 @@ pub(super) struct LookupClass {
     pub(super) sets: Vec<u32>,
     pub(super) tokens_per_block: u64,
     pub(super) drops_last_block: bool,
+    pub(super) retention: Retention,
 }
 
 /// The configuration with everything that follows from it.
@@ -70,6 +80,7 @@ pub(super) struct Geometry {
     pub(super) sets: Vec<LockstepSet>,
     /// Per group: its set.
     pub(super) set_of_group: Vec<usize>,
+    /// Those of which a prefix of a hit is a hit come first: they are looked up once, and bound the others.
     pub(super) classes: Vec<LookupClass>,
     /// Per set: its class.
     pub(super) class_of_set: Vec<usize>,
@@ -110,13 +121,56 @@ impl Geometry {
         for (at, set) in sets.iter().enumerate() {
             set.group_ids.iter().for_each(|group| set_of_group[group.0 as usize] = at);
         }
+        if let Some(interval) = config.retention_interval
+            && !interval.is_multiple_of(alignment)
+        {
+            return Err(Error::config(format!("retention_interval must be a multiple of {alignment}, got {interval}")));
+        }
         let (classes, class_of_set) = lookup_classes(config, &sets);
+        for class in classes.iter().filter(|class| matches!(class.retention, Retention::Chunk(_))) {
+            if class.tokens_per_block != alignment {
+                return Err(Error::config(format!(
+                    "chunked_local groups must have the tokens per block of all groups: {alignment}, got {}",
+                    class.tokens_per_block
+                )));
+            }
+            if class.drops_last_block {
+                return Err(Error::config("chunked_local groups cannot be read by a draft model"));
+            }
+        }
         Ok(Self { sets, set_of_group, classes, class_of_set, hash_block_tokens, alignment })
     }
 
     /// Tokens per block of a set.
     pub(super) fn span(&self, set: usize) -> u64 {
         self.sets[set].tokens_per_block
+    }
+
+    /// How long a set keeps its blocks.
+    pub(super) fn retention(&self, set: usize) -> Retention {
+        self.classes[self.class_of_set[set]].retention
+    }
+
+    /// Leading blocks of a set that are not needed any more once `computed` tokens are computed.
+    pub(super) fn skipped_blocks(&self, set: usize, computed: u64) -> usize {
+        usize::try_from(self.retention(set).skipped_tokens(computed) / self.span(set)).unwrap_or(usize::MAX)
+    }
+
+    /// Where a later request can resume: one that sends the same prompt, and has its last token computed again; one that
+    /// goes on from it; and one that shares a prefix which some set has lost. Draft models leave a block before that.
+    pub(super) fn resume_points(&self, num_prompt_tokens: Option<u64>, shared_prefix_boundary: u64) -> [u64; 3] {
+        let Some(prompt) = num_prompt_tokens else { return [shared_prefix_boundary; 3] };
+        let resent = prompt.saturating_sub(1);
+        if !self.classes.iter().any(|class| class.drops_last_block) {
+            return [resent, resent, shared_prefix_boundary];
+        }
+        let before = |tokens: u64| (tokens - tokens % self.alignment).saturating_sub(self.alignment);
+        [before(resent), before(prompt), shared_prefix_boundary]
+    }
+
+    /// Whether a set needs blocks for tokens that an external tier will load: `computed` includes them.
+    pub(super) fn has_external(&self, set: usize, computed: u64, external: u64) -> bool {
+        external > 0 && self.retention(set).skipped_tokens(computed) < computed
     }
 
     /// Blocks of a set that `tokens` tokens take up.
@@ -162,13 +216,19 @@ fn lookup_classes(config: &CoordinatorConfig, sets: &[LockstepSet]) -> (Vec<Look
         let at = classes.iter().position(same_geometry).unwrap_or(classes.len());
         if at == classes.len() {
             let tokens_per_block = set.tokens_per_block;
-            classes.push(LookupClass { sets: Vec::new(), tokens_per_block, drops_last_block: false });
+            let retention = Retention::of(group(&set.group_ids[0]));
+            classes.push(LookupClass { sets: Vec::new(), tokens_per_block, drops_last_block: false, retention });
         }
         classes[at].sets.push(number);
         classes[at].drops_last_block |= marked;
         class_of_set.push(at);
     }
-    (classes, class_of_set)
+    let closed = |class: &LookupClass| class.retention.is_downward_closed();
+    let mut order: Vec<usize> = (0..classes.len()).collect();
+    order.sort_by_key(|&at| !closed(&classes[at]));
+    let place_of = |class: usize| order.iter().position(|&at| at == class).unwrap_or(class);
+    let class_of_set = class_of_set.into_iter().map(place_of).collect();
+    (order.iter().map(|&at| classes[at].clone()).collect(), class_of_set)
 }
 
 /// Whether two groups cache the same kind of pages. As in vLLM the first layer stands for its group.

@@ -7,7 +7,7 @@ use crate::pool::events::PoolEvent;
 /// A change of what can be found in the pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Consecutive blocks of a request became findable.
+    /// The blocks of a range of a request's tokens became findable, those that can be part of a hit.
     Stored {
         /// The group that stored them.
         group: GroupId,
@@ -15,10 +15,14 @@ pub enum Event {
         request_id: Box<str>,
         /// Their hashes, in the order of the tokens.
         block_hashes: Vec<Box<[u8]>>,
+        /// The first token that each of them covers.
+        block_starts: Vec<u64>,
         /// The hash before the first one, unless it is the request's first.
         parent_block_hash: Option<Box<[u8]>>,
-        /// First token they cover.
+        /// First token of the range.
         start_token: u64,
+        /// The token after the range.
+        end_token: u64,
         /// Tokens each hash stands for.
         block_tokens: u64,
     },
@@ -39,15 +43,16 @@ impl Coordinator {
         let mut events = Vec::new();
         for event in self.pool.events.take() {
             match event {
-                PoolEvent::Stored { request, keys, parent, start_token, tokens_per_key } => {
-                    let Some(set) = keys.first().map(|key| key.split_block().1) else { continue };
+                PoolEvent::Stored { request, set, keys, starts, parent, start_token, end_token, tokens_per_key } => {
                     for &group in &self.geometry.sets[set as usize].group_ids {
                         events.push(Event::Stored {
                             group,
                             request_id: request.clone(),
                             block_hashes: keys.iter().map(|key| key.split_block().0.into()).collect(),
                             parent_block_hash: parent.clone(),
+                            block_starts: starts.to_vec(),
                             start_token,
+                            end_token,
                             block_tokens: tokens_per_key,
                         });
                     }

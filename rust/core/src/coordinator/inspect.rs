@@ -31,9 +31,10 @@ impl Coordinator {
         let rows = self.requests.get(request_id)?.rows.iter().enumerate();
         let of_row = |(set, row): (usize, &Row)| {
             let last = row.blocks.iter().rposition(|&block| !block.is_null() && self.pool.has_keys(block));
-            match last {
-                Some(at) if at < row.num_published => (at as u64 + 1).saturating_mul(self.geometry.span(set)),
-                Some(_) => row.tail_tokens,
+            let span = self.geometry.span(set);
+            match last.map(|at| at as u64) {
+                Some(at) if row.tail.stands_alone && row.tail.tokens / span == at => row.tail.tokens,
+                Some(at) => (at + 1).saturating_mul(span),
                 None => 0,
             }
         };

@@ -3,7 +3,7 @@
 use super::Coordinator;
 use super::config::LookupClass;
 use crate::error::{Error, Result};
-use crate::groups::full;
+use crate::groups::{self, Query};
 use crate::hash::BlockHashes;
 use crate::ids::{BlockId, GroupId};
 use crate::pool::Generation;
@@ -54,7 +54,7 @@ impl PrefixHit {
     /// Whether hashes that repeat have led to one block twice.
     pub(super) fn names_a_block_twice(&self) -> bool {
         let mut seen = hashbrown::HashSet::new();
-        self.rows.iter().flat_map(|row| &row.blocks).any(|block| !seen.insert(*block))
+        self.rows.iter().flat_map(|row| &row.blocks).any(|block| !block.is_null() && !seen.insert(*block))
     }
 
     /// The blocks found for a set.
@@ -91,32 +91,47 @@ impl Coordinator {
         rows: &mut [Vec<BlockId>],
     ) -> Result<(u64, u64)> {
         let geometry = &self.geometry;
+        let alone = self.config.groups.len() == 1;
         let mut longest = 0;
         let mut found = vec![None; geometry.classes.len()];
+        // Classes that have left their last block at the length so far: it is left once per length.
+        let mut left = vec![false; geometry.classes.len()];
         let mut class_rows = Vec::new();
         let mut candidate = max_tokens;
         loop {
             let mut length = candidate;
-            for (class, found) in geometry.classes.iter().zip(&mut found) {
-                if let Some(tokens) = *found {
-                    // A prefix of a hit is a hit, so one lookup is enough.
+            for (at, class) in geometry.classes.iter().enumerate() {
+                if let (true, Some(tokens)) = (class.retention.is_downward_closed(), found[at]) {
                     length = length.min(tokens);
                     continue;
                 }
-                length = self.look_up_class(class, hashes, length, &mut class_rows)?;
-                *found = Some(length);
+                let drop = class.drops_last_block && !left[at];
+                let accepted = self.look_up_class(class, drop, hashes, length, &mut class_rows)?;
+                if drop {
+                    left[at] = true;
+                } else if accepted < length {
+                    left.fill(false);
+                }
+                length = accepted;
+                found[at] = Some(length);
                 longest = longest.max(length);
                 for (&set, row) in class.sets.iter().zip(&mut class_rows) {
                     rows[set as usize] = std::mem::take(row);
                 }
             }
-            if length >= candidate {
+            let settled = length >= candidate;
+            candidate = length;
+            // One group has nobody to agree with. With two classes of which the first accepts any shorter length, the
+            // second one's answer is the answer.
+            let two = geometry.classes.len() == 2 && geometry.classes[0].retention.is_downward_closed();
+            if settled || alone || two {
                 break;
             }
-            candidate = length;
         }
         for (set, row) in rows.iter_mut().enumerate() {
-            full::trim(std::slice::from_mut(row), candidate, geometry.span(set));
+            if geometry.retention(set).is_downward_closed() {
+                groups::trim(std::slice::from_mut(row), candidate, geometry.span(set));
+            }
         }
         Ok((candidate, longest))
     }
@@ -125,6 +140,7 @@ impl Coordinator {
     fn look_up_class<H: BlockHashes + ?Sized>(
         &self,
         class: &LookupClass,
+        drop_last_block: bool,
         hashes: &H,
         length: u64,
         class_rows: &mut Vec<Vec<BlockId>>,
@@ -132,19 +148,19 @@ impl Coordinator {
         let geometry = &self.geometry;
         // With several groups a class that will drop its last block may match one more, so that the drop lands on the
         // length offered. A single group matches within the length and drops below it, as vLLM does.
-        let margin = if class.drops_last_block && self.config.groups.len() > 1 { class.tokens_per_block } else { 0 };
+        let margin = if drop_last_block && self.config.groups.len() > 1 { class.tokens_per_block } else { 0 };
         let hashed_tokens = (hashes.count() as u64).saturating_mul(geometry.hash_block_tokens);
-        let query = full::Query {
+        let query = Query {
             pool: &self.pool,
             hashes,
             hashes_per_block: geometry.hashes_per_block(class.sets[0] as usize),
             tokens_per_block: class.tokens_per_block,
             max_tokens: if margin > 0 { length.saturating_add(margin).min(hashed_tokens) } else { length },
             alignment: geometry.alignment,
-            drop_last_block: class.drops_last_block,
+            drop_last_block,
         };
         class_rows.resize_with(class.sets.len(), Vec::new);
-        full::find_hit(&query, &class.sets, class_rows)
+        class.retention.find_hit(&query, &class.sets, class_rows)
     }
 
     /// What each group would find by itself: its blocks, and the tokens they hold. A lookup that other groups cannot
@@ -161,7 +177,7 @@ impl Coordinator {
         let classes = if self.config.enable_caching { &self.geometry.classes[..] } else { &[] };
         for class in classes {
             let mut rows = Vec::new();
-            let tokens = self.look_up_class(class, hashes, max_tokens, &mut rows)?;
+            let tokens = self.look_up_class(class, class.drops_last_block, hashes, max_tokens, &mut rows)?;
             for (&set, row) in class.sets.iter().zip(rows) {
                 of_set[set as usize] = (row, tokens);
             }
@@ -190,7 +206,8 @@ impl Coordinator {
             if of_set[set].is_some_and(|other| other != row) {
                 return Err(Error::config(format!("group {group} has another row than its lockstep set")));
             }
-            for &block in row {
+            let keeps_all = geometry.retention(set).is_downward_closed();
+            for &block in row.iter().filter(|block| keeps_all || !block.is_null()) {
                 self.pool.check_real(block)?;
                 let of_this_set = |key: &crate::pool::Key| key.split_block().1 as usize == set;
                 if !self.pool.keys_of(block)?.iter().any(of_this_set) {

@@ -22,6 +22,7 @@ pub use allocate::{AllocateRequest, Allocation};
 pub use config::CoordinatorConfig;
 pub use events::Event;
 pub use lookup::PrefixHit;
+pub use publish::Publication;
 
 use crate::audit;
 use crate::error::{Error, Result};
@@ -79,7 +80,7 @@ impl Coordinator {
     /// [`Error::Config`] naming the value that cannot be used, a kind that is not supported included.
     pub fn new(config: CoordinatorConfig) -> Result<Self> {
         let geometry = Geometry::new(&config)?;
-        groups::check_supported(&config.groups)?;
+        groups::check_supported(&config.groups, config.dcp_world_size)?;
         let pool = BlockPool::with_events(config.num_blocks, config.enable_caching, config.enable_events)?;
         Ok(Self {
             id: NEXT_COORDINATOR.fetch_add(1, Ordering::Relaxed),

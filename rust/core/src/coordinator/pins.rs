@@ -64,15 +64,14 @@ impl Coordinator {
     }
 
     /// Ends a request and leaves a pin wherever its rows named a block, so that the blocks can be given back later with
-    /// [`Coordinator::unpin`]. Returns the rows, one set after the other, null blocks left out.
+    /// [`Coordinator::unpin`]. Returns the rows, one set after the other, with the null blocks in them.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
     pub fn detach(&mut self, request_id: &str) -> Result<Vec<BlockId>> {
         let request = self.requests.remove(request_id)?;
-        let rows = request.rows.iter().flat_map(|row| &row.blocks).copied();
-        let blocks: Vec<_> = rows.filter(|block| !block.is_null()).collect();
-        for &block in &blocks {
+        let blocks: Vec<_> = request.rows.iter().flat_map(|row| &row.blocks).copied().collect();
+        for &block in blocks.iter().filter(|block| !block.is_null()) {
             *self.pins.entry(block).or_insert(0) += 1;
         }
         self.requests.recycle(request);

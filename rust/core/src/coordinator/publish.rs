@@ -1,19 +1,37 @@
 //! Making a request's computed blocks findable.
 
 use super::config::Geometry;
-use super::requests::Row;
+use super::requests::{Row, Tail};
 use super::{Coordinator, CoordinatorConfig};
 use crate::error::{Error, Result};
+use crate::groups::{Reach, Retention};
 use crate::hash::{BlockHash, BlockHashes};
 use crate::ids::BlockId;
 use crate::pool::events::PoolEvent;
 use crate::pool::{BlockPool, Key};
 
+/// What is to be published of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Publication {
+    /// The full blocks of so many leading tokens.
+    pub num_tokens: u64,
+    /// The prompt's length. With it, sets whose blocks span several hashes also publish the last whole hash of the prompt if
+    /// it ends inside a block, as vLLM does; the block's full key replaces it later. Where windows keep only some of their
+    /// blocks, those before the prompt's end are kept.
+    pub num_prompt_tokens: Option<u64>,
+    /// The end of a prefix that requests share and some set has lost, 0 if there is none: windows keep the blocks before it.
+    pub shared_prefix_boundary: u64,
+}
+
+impl Publication {
+    /// So many leading tokens of a request with this prompt.
+    pub fn new(num_tokens: u64, num_prompt_tokens: Option<u64>) -> Self {
+        Self { num_tokens, num_prompt_tokens, shared_prefix_boundary: 0 }
+    }
+}
+
 impl Coordinator {
-    /// Publishes the full blocks of the first `num_tokens` tokens of a request that are not published yet.
-    ///
-    /// With `num_prompt_tokens`, sets whose blocks span several hashes also publish the last whole hash of the prompt if
-    /// it ends inside a block, as vLLM does; the block's full key replaces it later.
+    /// Publishes what of this is not published yet.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::Config`] if `num_tokens` exceeds the request's slots, if `hashes` are too few
@@ -22,13 +40,12 @@ impl Coordinator {
         &mut self,
         request_id: &str,
         hashes: &H,
-        num_tokens: u64,
-        num_prompt_tokens: Option<u64>,
+        publication: &Publication,
     ) -> Result<()> {
         let request = self.requests.get(request_id)?;
         let row = |set: usize| request.rows[set].lengths();
-        self.check_publication(request_id, hashes, num_tokens, num_prompt_tokens, row)?;
-        self.publish(request_id, hashes, num_tokens, num_prompt_tokens)
+        self.check_publication(request_id, hashes, publication, row)?;
+        self.publish(request_id, hashes, publication)
     }
 
     /// Refuses what [`Coordinator::publish`] could not do in all sets. `row` tells for a set the length of the request's
@@ -37,8 +54,7 @@ impl Coordinator {
         &self,
         request_id: &str,
         hashes: &H,
-        num_tokens: u64,
-        num_prompt_tokens: Option<u64>,
+        publication: &Publication,
         row: impl Fn(usize) -> (usize, usize),
     ) -> Result<()> {
         let Self { config, geometry, .. } = self;
@@ -48,12 +64,13 @@ impl Coordinator {
         for set in 0..geometry.sets.len() {
             let lengths = row(set);
             let slots = (lengths.0 as u64).saturating_mul(geometry.span(set));
+            let num_tokens = publication.num_tokens;
             if num_tokens > slots {
                 return Err(Error::config(format!(
                     "num_tokens {num_tokens} exceeds the {slots} slots of request {request_id:?}"
                 )));
             }
-            Plan::new(config, geometry, set, lengths, num_tokens, num_prompt_tokens).check(hashes)?;
+            Plan::new(config, geometry, set, lengths, publication).check(hashes)?;
         }
         Ok(())
     }
@@ -63,16 +80,14 @@ impl Coordinator {
         &mut self,
         request_id: &str,
         hashes: &H,
-        num_tokens: u64,
-        num_prompt_tokens: Option<u64>,
+        publication: &Publication,
     ) -> Result<()> {
         let Self { config, geometry, pool, requests, .. } = self;
         if !config.enable_caching {
             return Ok(());
         }
         for (set, row) in requests.get_mut(request_id)?.rows.iter_mut().enumerate() {
-            Plan::new(config, geometry, set, row.lengths(), num_tokens, num_prompt_tokens)
-                .carry_out(request_id, hashes, row, pool)?;
+            Plan::new(config, geometry, set, row.lengths(), publication).carry_out(request_id, hashes, row, pool)?;
         }
         self.debug_audit();
         Ok(())
@@ -85,6 +100,8 @@ struct Plan {
     tokens_per_block: u64,
     hash_block_tokens: u64,
     hashes_per_block: usize,
+    retention: Retention,
+    reach: Reach,
     /// Blocks of the row.
     first: usize,
     end: usize,
@@ -98,9 +115,9 @@ impl Plan {
         geometry: &Geometry,
         set: usize,
         (row_length, num_published): (usize, usize),
-        num_tokens: u64,
-        num_prompt_tokens: Option<u64>,
+        publication: &Publication,
     ) -> Self {
+        let &Publication { num_tokens, num_prompt_tokens, shared_prefix_boundary } = publication;
         let span = geometry.span(set);
         let hash_block_tokens = geometry.hash_block_tokens;
         let drops_last_block = geometry.classes[geometry.class_of_set[set]].drops_last_block;
@@ -112,7 +129,8 @@ impl Plan {
             let aligned = num_tokens - num_tokens % geometry.alignment;
             if drops_last_block && aligned > 0 { num_tokens.min(aligned.saturating_add(span)) } else { aligned }
         };
-        let tail = num_prompt_tokens.and_then(|prompt| {
+        let retention = geometry.retention(set);
+        let tail = num_prompt_tokens.filter(|_| retention == Retention::Full).and_then(|prompt| {
             // A resent prompt can match all its tokens but the last; a draft model's lookup reads them all.
             let limit = if drops_last_block { prompt } else { prompt.saturating_sub(1) };
             let end = limit - limit % hash_block_tokens;
@@ -126,11 +144,24 @@ impl Plan {
             tokens_per_block: span,
             hash_block_tokens,
             hashes_per_block: geometry.hashes_per_block(set),
+            retention,
+            reach: Reach {
+                tokens_per_block: span,
+                alignment: geometry.alignment,
+                drops_last_block,
+                interval: config.retention_interval,
+                boundaries: geometry.resume_points(num_prompt_tokens, shared_prefix_boundary),
+            },
             first: num_published,
             // Bounded by the row: num_tokens does not exceed its slots.
             end: usize::try_from(publishable / span).unwrap_or(row_length).max(num_published),
             tail,
         }
+    }
+
+    /// Whether a block of the row can ever be part of a hit.
+    fn is_reachable(&self, at: usize) -> bool {
+        self.retention.is_reachable(at as u64, &self.reach)
     }
 
     /// The hash of a block of the row.
@@ -171,35 +202,49 @@ impl Plan {
     ) -> Result<()> {
         if self.first < self.end {
             let mut keys = Vec::new();
+            let mut starts = Vec::new();
             for at in self.first..self.end {
                 let block = row.blocks[at];
-                if block.is_null() {
+                if block.is_null() || !self.is_reachable(at) {
                     continue;
                 }
                 let key = Key::of_block(self.hash(hashes, at)?.as_bytes(), self.set);
                 replace_key(pool, block, key);
                 if pool.events.enabled() {
                     keys.push(key);
+                    starts.push(at as u64 * self.tokens_per_block);
                 }
             }
             let parent = if self.first == 0 { None } else { Some(self.hash(hashes, self.first - 1)?) };
             pool.events.push(|| PoolEvent::Stored {
                 request: request.into(),
+                set: self.set,
                 keys: keys.into(),
+                starts: starts.into(),
                 parent: parent.map(|hash| hash.as_bytes().into()),
                 start_token: self.first as u64 * self.tokens_per_block,
+                end_token: self.end as u64 * self.tokens_per_block,
                 tokens_per_key: self.tokens_per_block,
             });
             row.num_published = self.end;
+            // A full key takes the place of all that its block was known by.
+            if row.tail.tokens / self.tokens_per_block < self.end as u64 {
+                row.tail.stands_alone = false;
+            }
         }
         if let Some((count, at)) = self.tail {
-            self.publish_tail(request, hashes, count, row.blocks[at], at < row.num_published, pool)?;
-            row.tail_tokens = row.tail_tokens.max(count as u64 * self.hash_block_tokens);
+            let stands_alone = !pool.has_keys(row.blocks[at]) || at >= row.num_published;
+            if self.publish_tail(request, hashes, count, row.blocks[at], at < row.num_published, pool)? {
+                let tokens = count as u64 * self.hash_block_tokens;
+                if tokens >= row.tail.tokens {
+                    row.tail = Tail { tokens, stands_alone };
+                }
+            }
         }
         Ok(())
     }
 
-    /// Publishes a block under the hash of a prefix that ends inside it.
+    /// Publishes a block under the hash of a prefix that ends inside it. Returns whether it was not before.
     fn publish_tail<H: BlockHashes + ?Sized>(
         &self,
         request: &str,
@@ -208,10 +253,10 @@ impl Plan {
         block: BlockId,
         block_is_published: bool,
         pool: &mut BlockPool,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let key = Key::of_block(hashes.get(count - 1)?.as_bytes(), self.set);
         if block.is_null() || pool.carries(block, &key) {
-            return Ok(());
+            return Ok(false);
         }
         if block_is_published {
             pool.insert_key(block, key);
@@ -219,14 +264,18 @@ impl Plan {
             replace_key(pool, block, key);
         }
         let parent = if count < 2 { None } else { Some(hashes.get(count - 2)?) };
+        let start_token = (count as u64 - 1) * self.hash_block_tokens;
         pool.events.push(|| PoolEvent::Stored {
             request: request.into(),
+            set: self.set,
             keys: Box::new([key]),
+            starts: Box::new([start_token]),
             parent: parent.map(|hash| hash.as_bytes().into()),
-            start_token: (count as u64 - 1) * self.hash_block_tokens,
+            start_token,
+            end_token: start_token + self.hash_block_tokens,
             tokens_per_key: self.hash_block_tokens,
         });
-        Ok(())
+        Ok(true)
     }
 }
 

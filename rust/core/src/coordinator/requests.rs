@@ -14,8 +14,17 @@ pub(super) struct Row {
     pub(super) blocks: Vec<BlockId>,
     /// How many leading blocks need not be published any more.
     pub(super) num_published: usize,
-    /// Tokens up to the end of the published prefix that ends inside a block; 0 if none was published.
-    pub(super) tail_tokens: u64,
+    /// The longest published prefix that ends inside a block.
+    pub(super) tail: Tail,
+}
+
+/// A published prefix that ends inside a block.
+#[derive(Clone, Copy, Debug, Default, Hash)]
+pub(super) struct Tail {
+    /// Tokens up to its end; 0 if there is none.
+    pub(super) tokens: u64,
+    /// Whether its key was the block's first.
+    pub(super) stands_alone: bool,
 }
 
 impl Row {
@@ -85,7 +94,7 @@ impl Requests {
             for row in &mut request.rows {
                 row.blocks.clear();
                 row.num_published = 0;
-                row.tail_tokens = 0;
+                row.tail = Tail::default();
             }
             self.spare.push(request);
         }

@@ -22,7 +22,7 @@ fn run(c: &mut Coordinator, name: &str, sequence: &[[u8; 32]], num_tokens: u64) 
     let ask = AllocateRequest { hit: Some(&hit), ..AllocateRequest::new(name, num_tokens) };
     let fits = c.allocate(&ask).expect("valid").is_some();
     if fits {
-        c.cache(name, sequence, num_tokens, None).expect("valid");
+        c.cache(name, sequence, &Publication::new(num_tokens, None)).expect("valid");
     }
     fits
 }
@@ -87,7 +87,7 @@ fn two_copies_of_a_prefix_are_both_kept() -> Result<()> {
         c.allocate(&AllocateRequest::new(name, 8))?;
     }
     for name in ["a", "b"] {
-        c.cache(name, sequence.as_slice(), 8, None)?;
+        c.cache(name, sequence.as_slice(), &Publication::new(8, None))?;
     }
     c.free("a")?;
     c.free("b")?;
@@ -141,7 +141,7 @@ fn a_draft_model_drops_one_block_once() -> Result<()> {
         let mut c = Coordinator::new(config)?;
         let sequence = hashes(0, 10);
         c.allocate(&AllocateRequest::new("a", 41))?;
-        c.cache("a", sequence.as_slice(), 40, None)?;
+        c.cache("a", sequence.as_slice(), &Publication::new(40, None))?;
         if cached == 32 {
             let ninth = row(&c, "a", 1)[8];
             c.evict(&[BlockId(ninth)])?;
@@ -194,9 +194,9 @@ fn hashes_of_what_is_published_already_are_not_needed_again() -> Result<()> {
     let mut c = coordinator(vec![full(4)], 4);
     let sequence = hashes(0, 2);
     assert!(run(&mut c, "running", &sequence, 8));
-    c.cache("running", &[] as &[[u8; 32]], 8, None)?;
+    c.cache("running", &[] as &[[u8; 32]], &Publication::new(8, None))?;
     assert!(c.allocate(&AllocateRequest::new("running", 12))?.is_some());
-    assert!(matches!(c.cache("running", sequence.as_slice(), 12, None), Err(Error::Config(_))));
+    assert!(matches!(c.cache("running", sequence.as_slice(), &Publication::new(12, None)), Err(Error::Config(_))));
     Ok(())
 }
 
@@ -234,9 +234,9 @@ fn an_earlier_end_of_a_prompt_does_not_hide_a_later_one() -> Result<()> {
     let config = CoordinatorConfig { hash_block_tokens: Some(4), ..CoordinatorConfig::new(vec![full(16)], 9, 64) };
     let mut c = Coordinator::new(config)?;
     assert!(c.allocate(&AllocateRequest::new("first", 30))?.is_some());
-    c.cache("first", hashes(0, 8).as_slice(), 30, Some(30))?;
+    c.cache("first", hashes(0, 8).as_slice(), &Publication::new(30, Some(30)))?;
     assert_eq!(c.findable_tokens("first")?, 28);
-    c.cache("first", hashes(0, 8).as_slice(), 30, Some(10))?;
+    c.cache("first", hashes(0, 8).as_slice(), &Publication::new(30, Some(10)))?;
     assert_eq!(c.findable_tokens("first")?, 28);
     Ok(())
 }

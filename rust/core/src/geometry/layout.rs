@@ -12,7 +12,7 @@
 
 use crate::error::{Error, Result};
 use crate::geometry::{GroupSpec, LockstepSet, form_sets};
-use crate::groups;
+use crate::groups::{self, Retention};
 use crate::ids::GroupId;
 
 /// What a layout is planned for.
@@ -28,6 +28,9 @@ pub struct LayoutRequest<'a> {
     pub num_blocks: Option<u64>,
     /// Longest request, in tokens.
     pub max_model_len: u64,
+    /// Tokens of one request that are scheduled and whose results are not in yet, at most; `None` = `max_model_len`. What
+    /// windows and chunks hold depends on it.
+    pub max_in_flight_tokens: Option<u64>,
 }
 
 /// Where the pages of one layer lie in the backing allocation of one rank.
@@ -91,7 +94,7 @@ impl Layout {
 /// budget nor a number of blocks is given, or if a request of `max_model_len` tokens does not fit.
 pub fn plan_layout(request: &LayoutRequest<'_>) -> Result<Layout> {
     let sets = form_sets(request.groups, request.dcp_world_size)?;
-    groups::check_supported(request.groups)?;
+    groups::check_supported(request.groups, request.dcp_world_size)?;
     check_layers(request.groups)?;
     if request.max_model_len == 0 {
         return Err(Error::config("max_model_len must be at least 1, got 0"));
@@ -101,7 +104,14 @@ pub fn plan_layout(request: &LayoutRequest<'_>) -> Result<Layout> {
     let mut blocks_per_request = 0_u64;
     for set in &sets {
         bytes_per_block = bytes_per_block.max(set_bytes_per_block(set, request.groups)?);
-        let blocks = request.max_model_len.div_ceil(set.tokens_per_block);
+        let span = set.tokens_per_block;
+        let in_flight = request.max_in_flight_tokens.unwrap_or(request.max_model_len);
+        let most = Retention::of(&request.groups[set.group_ids[0].0 as usize]).most_blocks(
+            span,
+            in_flight,
+            request.max_model_len,
+        );
+        let blocks = most.unwrap_or_else(|| request.max_model_len.div_ceil(span));
         blocks_per_request = blocks_per_request.checked_add(blocks).ok_or_else(|| {
             let (tokens, sum) = (request.max_model_len, u128::from(blocks_per_request) + u128::from(blocks));
             Error::config(format!("max_model_len {tokens} needs {sum} blocks, which overflow 64 bits"))
@@ -211,6 +221,7 @@ mod tests {
             available_bytes: bytes,
             num_blocks: blocks,
             max_model_len: len,
+            max_in_flight_tokens: None,
         })
     }
 

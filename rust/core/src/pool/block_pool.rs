@@ -186,6 +186,13 @@ impl BlockPool {
         Ok(())
     }
 
+    /// [`BlockPool::add_ref`] for a row of a hit, in which null blocks may stand.
+    pub(crate) fn add_ref_to_real(&mut self, row: &[BlockId]) -> Result<()> {
+        // Null blocks stand together at the front.
+        let first = row.iter().position(|block| !block.is_null()).unwrap_or(row.len());
+        self.add_ref(&row[first..])
+    }
+
     /// Gives back one reference per occurrence. See the module for where blocks are queued.
     ///
     /// # Errors

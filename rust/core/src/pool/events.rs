@@ -5,16 +5,22 @@ use crate::pool::Key;
 /// A change of the index, before it is told to each member group.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum PoolEvent {
-    /// Consecutive blocks of a request became findable by these keys, all of one set.
+    /// Blocks of a range of a request's tokens became findable by these keys, all of one set.
     Stored {
         /// The request's name.
         request: Box<str>,
-        /// The keys in the order of the request's tokens.
+        /// The set.
+        set: u32,
+        /// The keys in the order of the request's tokens. Blocks of the range that can never be hit have none.
         keys: Box<[Key]>,
+        /// The first token that each key's block covers.
+        starts: Box<[u64]>,
         /// Block hash before the first one.
         parent: Option<Box<[u8]>>,
-        /// First token the keys cover.
+        /// First token of the range.
         start_token: u64,
+        /// The token after the range.
+        end_token: u64,
         /// Tokens per key.
         tokens_per_key: u64,
     },
