@@ -345,3 +345,21 @@ def test_results_are_ids_until_somebody_asks_for_blocks() -> None:
     manager.free(request)
     assert manager.get_block_ids("r") == ([],)
     assert manager.pop_blocks_for_free(request) == []
+
+
+def test_a_full_report_names_the_hit_s_tokens() -> None:
+    """Under context parallelism, where vLLM's own report fails."""
+    sharded = Config(
+        (Group("full", 4, sharded=True, width=8, is_eagle=False),), 20, 2, enable_caching=True, use_eagle=False
+    )
+    manager = LockstepKVCacheManager(**sharded.arguments())
+    hasher = request_block_hasher(8, vllm_hashing.sha256)
+    sampling = SamplingParams(max_tokens=9, extra_args={"kv_cache_report_mode": "full"})
+    requests = [Request(name, list(range(30)), sampling, None, block_hasher=hasher) for name in ("first", "second")]
+    manager.allocate_slots(requests[0], 30)
+    stored = manager.take_events()
+    assert [(event.token_ids, event.block_size) for event in stored] == [(list(range(24)), 8)]
+    assert manager.get_computed_blocks(requests[1])[1] == 24
+    (reused,) = manager.take_events()
+    assert (reused.token_ids, reused.block_size) == (list(range(24)), 8)
+    assert reused.block_hashes == stored[0].block_hashes

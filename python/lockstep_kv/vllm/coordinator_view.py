@@ -79,6 +79,7 @@ class ManagerView:
         self.kv_cache_spec = spec
         self.kv_cache_group_id = group
         self.block_pool = pool
+        self._null_block = pool.null_block
         self.block_size = config.groups[group].tokens_per_block(config.dcp_world_size)
         self.dcp_world_size = config.dcp_world_size if spec.dcp_sharded else 1
         self.pcp_world_size = 1

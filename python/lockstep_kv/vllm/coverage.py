@@ -68,7 +68,8 @@ def coordinator_config(
     if any(span % hash_block_size for span in spans):
         raise NotCoveredError(f"block hashes of {hash_block_size} tokens do not divide blocks of {spans} tokens")
     interval = kv_cache_config.prefix_cache_retention_interval
-    if interval and (interval % scheduler_block_size or all(group.sliding_window is None for group in groups)):
+    windows = any(group.sliding_window is not None for group in groups)
+    if interval and (interval < 0 or interval % scheduler_block_size or not windows):
         raise NotCoveredError(f"a prefix cache retention interval of {interval} tokens does not fit the model")
     return CoordinatorConfig(
         groups,

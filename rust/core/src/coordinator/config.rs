@@ -158,14 +158,18 @@ impl Geometry {
 
     /// Where a later request can resume: one that sends the same prompt, and has its last token computed again; one that
     /// goes on from it; and one that shares a prefix which some set has lost. Draft models leave a block before that.
-    pub(super) fn resume_points(&self, num_prompt_tokens: Option<u64>, shared_prefix_boundary: u64) -> [u64; 3] {
-        let Some(prompt) = num_prompt_tokens else { return [shared_prefix_boundary; 3] };
-        let resent = prompt.saturating_sub(1);
+    pub(super) fn resume_points(
+        &self,
+        num_prompt_tokens: Option<u64>,
+        shared_prefix_boundary: u64,
+    ) -> [Option<u64>; 3] {
+        let shared = (shared_prefix_boundary > 0).then_some(shared_prefix_boundary);
+        let resent = num_prompt_tokens.map(|prompt| prompt.saturating_sub(1));
         if !self.classes.iter().any(|class| class.drops_last_block) {
-            return [resent, resent, shared_prefix_boundary];
+            return [resent, None, shared];
         }
         let before = |tokens: u64| (tokens - tokens % self.alignment).saturating_sub(self.alignment);
-        [before(resent), before(prompt), shared_prefix_boundary]
+        [resent.map(before), num_prompt_tokens.map(before), shared]
     }
 
     /// Whether a set needs blocks for tokens that an external tier will load: `computed` includes them.

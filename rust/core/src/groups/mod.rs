@@ -58,7 +58,7 @@ pub(crate) struct Reach {
     /// Ends at every so many tokens are kept, and `boundaries`; 0 = only those, `None` = every end.
     pub(crate) interval: Option<u64>,
     /// Lengths at which a later request is expected to resume.
-    pub(crate) boundaries: [u64; 3],
+    pub(crate) boundaries: [Option<u64>; 3],
 }
 
 /// How long a group keeps its blocks.

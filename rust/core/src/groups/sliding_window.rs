@@ -90,7 +90,7 @@ pub(super) fn is_reachable(window: u64, at: u64, reach: &Reach) -> bool {
         let end = (tokens - tokens % alignment) / span + shift;
         (end.saturating_sub(needed)..end).contains(&at)
     };
-    interval.is_some() && boundaries.iter().any(before)
+    interval.is_some() && boundaries.iter().flatten().any(before)
 }
 
 /// The window need not begin with a block, so that it may reach into one more.
@@ -112,8 +112,13 @@ mod tests {
     #[test]
     fn only_the_end_of_each_segment_is_reachable() {
         // Blocks of 4 tokens, hits at multiples of 16, a window of 5 tokens: one block before each end.
-        let reach =
-            Reach { tokens_per_block: 4, alignment: 16, drops_last_block: false, interval: None, boundaries: [0; 3] };
+        let reach = Reach {
+            tokens_per_block: 4,
+            alignment: 16,
+            drops_last_block: false,
+            interval: None,
+            boundaries: [None; 3],
+        };
         let reachable =
             |window, reach: Reach| (0..9).filter(|&at| is_reachable(window, at, &reach)).collect::<Vec<u64>>();
         assert_eq!(reachable(5, reach), [3, 7]);
@@ -123,8 +128,13 @@ mod tests {
         // Only every second end, or only where requests resume.
         assert_eq!(reachable(5, Reach { interval: Some(32), ..reach }), [7]);
         assert_eq!(reachable(5, Reach { interval: Some(0), ..reach }), [0_u64; 0]);
-        assert_eq!(reachable(5, Reach { interval: Some(0), boundaries: [30, 30, 0], ..reach }), [3]);
-        assert_eq!(reachable(5, Reach { interval: None, boundaries: [30, 30, 0], alignment: 32, ..reach }), [7]);
+        assert_eq!(reachable(5, Reach { interval: Some(0), boundaries: [Some(30), None, None], ..reach }), [3]);
+        let at_start = Reach { interval: Some(0), boundaries: [Some(0), None, None], drops_last_block: true, ..reach };
+        assert_eq!(reachable(5, at_start), [0]);
+        assert_eq!(
+            reachable(5, Reach { interval: None, boundaries: [Some(30), None, None], alignment: 32, ..reach }),
+            [7]
+        );
     }
 
     #[test]
