@@ -173,7 +173,7 @@ def chunked_groups(draw: st.DrawFn) -> tuple[Group, ...]:
     common: dict[str, Any] = {"block_size": block_size, "sharded": True, "width": 8, "is_eagle": False}
     full = Group(kind="full", **common)
     chunks = [
-        Group(kind="chunked_local", local=draw(st.sampled_from([4, 8, 12, 32])), **common)
+        Group(kind="chunked_local", local=block_size * draw(st.sampled_from([1, 2, 3, 8])), **common)
         for _ in range(draw(st.integers(1, 2)))
     ]
     return (*([full] if draw(st.booleans()) else []), *chunks)

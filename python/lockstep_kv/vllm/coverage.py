@@ -71,18 +71,21 @@ def coordinator_config(
     windows = any(group.sliding_window is not None for group in groups)
     if interval and (interval < 0 or interval % scheduler_block_size or not windows):
         raise NotCoveredError(f"a prefix cache retention interval of {interval} tokens does not fit the model")
-    return CoordinatorConfig(
-        groups,
-        kv_cache_config.num_blocks,
-        dcp_world_size=dcp_world_size,
-        enable_caching=enable_caching,
-        hash_block_tokens=hash_block_size,
-        max_model_len=max_model_len,
-        use_eagle=use_eagle,
-        enable_events=enable_kv_cache_events,
-        max_in_flight_tokens=max_in_flight_tokens,
-        retention_interval=interval,
-    )
+    try:
+        return CoordinatorConfig(
+            groups,
+            kv_cache_config.num_blocks,
+            dcp_world_size=dcp_world_size,
+            enable_caching=enable_caching,
+            hash_block_tokens=hash_block_size,
+            max_model_len=max_model_len,
+            use_eagle=use_eagle,
+            enable_events=enable_kv_cache_events,
+            max_in_flight_tokens=max_in_flight_tokens,
+            retention_interval=interval,
+        )
+    except ConfigError as error:
+        raise NotCoveredError(str(error)) from None
 
 
 def _group(group: KVCacheGroupSpec, number: int, dcp_world_size: int) -> GroupSpec:

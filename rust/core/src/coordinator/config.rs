@@ -127,7 +127,15 @@ impl Geometry {
             return Err(Error::config(format!("retention_interval must be a multiple of {alignment}, got {interval}")));
         }
         let (classes, class_of_set) = lookup_classes(config, &sets);
-        for class in classes.iter().filter(|class| matches!(class.retention, Retention::Chunk(_))) {
+        for class in &classes {
+            let Retention::Chunk(chunk) = class.retention else { continue };
+            // Otherwise a hit could end inside a chunk whose first block it lacks.
+            if !chunk.is_multiple_of(class.tokens_per_block) {
+                return Err(Error::config(format!(
+                    "attention_chunk_size must be a multiple of the tokens per block {}, got {chunk}",
+                    class.tokens_per_block
+                )));
+            }
             if class.tokens_per_block != alignment {
                 return Err(Error::config(format!(
                     "chunked_local groups must have the tokens per block of all groups: {alignment}, got {}",

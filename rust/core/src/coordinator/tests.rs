@@ -240,3 +240,36 @@ fn an_earlier_end_of_a_prompt_does_not_hide_a_later_one() -> Result<()> {
     assert_eq!(c.findable_tokens("first")?, 28);
     Ok(())
 }
+
+#[test]
+fn chunks_that_do_not_fit_their_blocks_are_refused() {
+    let chunked =
+        |chunk| GroupSpec { attention_chunk_size: Some(chunk), ..GroupSpec::new(GroupKind::ChunkedLocal, 8, vec![]) };
+    let make =
+        |groups, use_eagle| Coordinator::new(CoordinatorConfig { use_eagle, ..CoordinatorConfig::new(groups, 9, 64) });
+    assert!(make(vec![full(8), chunked(16)], false).is_ok());
+    assert!(make(vec![full(8), chunked(12)], false).is_err());
+    assert!(make(vec![full(16), chunked(16)], false).is_err(), "blocks of two sizes");
+    assert!(make(vec![full(8), chunked(16)], true).is_err(), "read by a draft model");
+}
+
+#[test]
+fn a_window_gives_back_what_it_does_not_need() -> Result<()> {
+    let window = GroupSpec { sliding_window: Some(5), ..GroupSpec::new(GroupKind::SlidingWindow, 4, vec![]) };
+    let mut c = coordinator(vec![window], 9);
+    assert!(run(&mut c, "first", &hashes(0, 5), 16));
+    assert_eq!(row(&c, "first", 0), [1, 2, 3, 4]);
+    c.release_skipped("first", 15)?;
+    assert_eq!(row(&c, "first", 0), [0, 0, 3, 4]);
+    c.release_skipped("first", 15)?;
+    assert_eq!(free_order(&c), [5, 6, 7, 8, 2, 1]);
+    // One more token: what is behind it goes first, and stays gone if the rest is refused.
+    let ask = AllocateRequest { processed_tokens: 16, reserved_blocks: 9, ..AllocateRequest::new("first", 17) };
+    assert!(c.allocate(&ask)?.is_none());
+    assert_eq!(row(&c, "first", 0), [0, 0, 0, 4]);
+    c.free("first")?;
+    // A hit needs the block before its end, and nothing before that.
+    let hit = c.find_longest_hit(hashes(0, 5).as_slice(), 19)?;
+    assert_eq!((hit.num_tokens(), hit.block_ids(GroupId(0))), (16, &[0, 0, 0, 4].map(BlockId)[..]));
+    Ok(())
+}
