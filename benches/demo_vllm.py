@@ -19,19 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "head_dim": 32,
-    "vocab_size": 1000,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-}
+MODELS = Path(__file__).resolve().parents[1] / "tests" / "data" / "tiny-models.json"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -119,7 +107,8 @@ def main(
         return
     sides = {}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        model = json.loads(MODELS.read_text(encoding="utf-8"))["llama"]
+        (Path(folder) / "config.json").write_text(json.dumps(model), encoding="utf-8")
         for mode in ("off", "require"):
             output = f"{folder}/{mode}.json"
             command = [sys.executable, __file__, "--requests", str(requests), "--side", folder, "--output", output]

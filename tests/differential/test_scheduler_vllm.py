@@ -11,6 +11,7 @@ import os
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,25 +48,13 @@ from lockstep_kv.vllm.hashing import request_block_hasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 SEED = int(os.environ.get("LOCKSTEP_KV_SEED", "1"))
 VOCABULARY = 1000
 MAX_MODEL_LEN = 640
 MAX_PROMPT = 600
 NUM_DRAFTS = 3
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-}
+MODELS = Path(__file__).resolve().parents[1] / "data" / "tiny-models.json"
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,8 @@ class Variant:
         return NUM_DRAFTS if self.drafter else 0
 
     def vllm_config(self, folder: Path) -> VllmConfig:
-        (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        model = json.loads(MODELS.read_text(encoding="utf-8"))["llama"]
+        (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
         model = ModelConfig(
             str(folder), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, enforce_eager=True, seed=0
         )

