@@ -264,6 +264,7 @@ def test_what_is_not_covered_runs_on_stock_or_fails_with_the_reason(
         return
     assert type(KVCacheManager(**arguments)) is KVCacheManager
     assert logged.messages == [
+        f"lockstep-kv: LOCKSTEP_KV=require, but {caught.value}",
         f"lockstep-kv is off for this engine, vLLM's own manager runs: {caught.value}",
     ]
 
@@ -359,6 +360,12 @@ def test_results_are_ids_until_somebody_asks_for_blocks() -> None:
     manager.free(request)
     assert manager.get_block_ids("r") == ([],)
     assert manager.pop_blocks_for_free(request) == []
+
+
+def test_several_cached_groups_have_the_coordinator_that_connectors_ask_for() -> None:
+    two = replace(ONE, groups=(ONE.groups[0], replace(ONE.groups[0], width=16)))
+    assert isinstance(LockstepKVCacheManager(**two.arguments()).coordinator, HybridKVCacheCoordinator)
+    assert not isinstance(LockstepKVCacheManager(**ONE.arguments()).coordinator, HybridKVCacheCoordinator)
 
 
 def test_a_full_report_names_the_hit_s_tokens() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+
 from lockstep_kv.errors import UnknownRequestError
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep_kv.vllm.manager import LockstepKVCacheManager
     from lockstep_kv.vllm.pool_view import BlockPoolView
 
-__all__ = ["CoordinatorView", "ManagerView"]
+__all__ = ["CoordinatorView", "HybridCoordinatorView", "ManagerView"]
 
 
 class _RowsOfGroup(Mapping[str, list["BlockView"]]):
@@ -223,3 +225,7 @@ class CoordinatorView:
     def _views(self, rows: Any) -> tuple[list[BlockView], ...]:
         blocks = self.block_pool.blocks
         return tuple([blocks[block_id] for block_id in row] for row in rows)
+
+
+class HybridCoordinatorView(CoordinatorView, HybridKVCacheCoordinator):
+    """The view where several groups are cached: vLLM's offloading connector asks for this class."""

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from lockstep_kv._core import Coordinator, PrefixHit
 from lockstep_kv.errors import UnknownRequestError
 from lockstep_kv.vllm.blocks import BlockView, IdBlocks
-from lockstep_kv.vllm.coordinator_view import CoordinatorView
+from lockstep_kv.vllm.coordinator_view import CoordinatorView, HybridCoordinatorView
 from lockstep_kv.vllm.coverage import NotCoveredError, coordinator_config
 from lockstep_kv.vllm.events import EventQueue
 from lockstep_kv.vllm.pool_view import BlockPoolView
@@ -94,7 +94,8 @@ class LockstepKVCacheManager(KVCacheManager):
         self._events = EventQueue(self._core, self.kv_cache_event_metadata)
         self._watched = enable_kv_cache_events or metrics_collector is not None
         self.block_pool: Any = BlockPoolView(self._core, self._events, metrics_collector)
-        self.coordinator: Any = CoordinatorView(self, self._core, kv_cache_config, scheduler_block_size)
+        view = HybridCoordinatorView if enable_caching and self.num_kv_cache_groups > 1 else CoordinatorView
+        self.coordinator: Any = view(self, self._core, kv_cache_config, scheduler_block_size)
         self._zeroes = kv_cache_config.needs_kv_cache_zeroing
         self._drops_blocks = any(group.kind not in ("full", "mla") for group in config.groups)
 

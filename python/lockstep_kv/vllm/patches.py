@@ -45,6 +45,8 @@ def _new_manager(cls: type[KVCacheManager], *args: Any, **kwargs: Any) -> KVCach
             LockstepKVCacheManager.check_covered(*args, **kwargs)
         except NotCoveredError as error:
             if plugin.mode() == "require":
+                # vLLM buries the error of an engine core in tracebacks; the log has it on one line.
+                _logger.error("lockstep-kv: %s=require, but %s", plugin.SWITCH, error)  # noqa: TRY400
                 raise ConfigError(f"{plugin.SWITCH}=require, but {error}") from None
             _logger.warning("lockstep-kv is off for this engine, vLLM's own manager runs: %s", error)
         else:
