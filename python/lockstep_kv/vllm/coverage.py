@@ -94,7 +94,8 @@ def _group(group: KVCacheGroupSpec, number: int, dcp_world_size: int) -> GroupSp
     manager = KVCacheSpecRegistry.get_manager_class(spec, group.role)
     inner = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
     kind = _KINDS.get(manager)
-    if kind is None or group.role != KVCacheGroupRole.DEFAULT or not spec.prefix_cacheable:
+    special = group.role != KVCacheGroupRole.DEFAULT or group.host_resident
+    if kind is None or special or not spec.prefix_cacheable:
         raise NotCoveredError(f"KV cache group {number} of kind {type(inner).__name__} is not covered")
     if getattr(inner, "extra_retained_tokens", 0):
         raise NotCoveredError(f"KV cache group {number} keeps {inner.extra_retained_tokens} tokens behind its window")
