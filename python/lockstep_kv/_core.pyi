@@ -291,6 +291,17 @@ class Coordinator:
         num_prompt_tokens: SupportsIndex | None = None,
         shared_prefix_boundary: SupportsIndex = 0,
     ) -> tuple[list[int], ...] | None: ...
+    def grow(
+        self,
+        request_id: str,
+        num_tokens: SupportsIndex,
+        processed_tokens: SupportsIndex,
+        block_hashes: Sequence[bytes],
+        cache_tokens: SupportsIndex,
+        num_prompt_tokens: SupportsIndex,
+        shared_prefix_boundary: SupportsIndex,
+        /,
+    ) -> tuple[list[int], ...] | None: ...
     def blocks_needed(
         self,
         request_id: str,

@@ -38,7 +38,7 @@ class Life:
 
     def __init__(self, config: Config, options: dict[str, Any]) -> None:
         arguments = config.arguments(zeroes=options["zeroes"])
-        arguments |= {name: options[name] for name in ("log_stats", "watermark")}
+        arguments |= {name: options[name] for name in ("log_stats", "watermark", "enable_kv_cache_events")}
         collectors = [KVCacheMetricsCollector(1.0) if options["metrics"] else None for _ in range(2)]
         self.config = config
         self.theirs = KVCacheManager(**arguments, metrics_collector=collectors[0])
@@ -261,6 +261,7 @@ OPTIONS = st.fixed_dictionaries(
         "watermark": st.sampled_from([0.0, 0.0, 0.05]),
         "metrics": st.booleans(),
         "zeroes": st.booleans(),
+        "enable_kv_cache_events": st.booleans(),
     }
 )
 

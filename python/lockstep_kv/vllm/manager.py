@@ -88,15 +88,16 @@ class LockstepKVCacheManager(KVCacheManager):
             (get_kv_cache_spec_kind(group.kv_cache_spec).value, get_kv_cache_spec_sliding_window(group.kv_cache_spec))
             for group in kv_cache_config.kv_cache_groups
         )
-        self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in range(self.num_kv_cache_groups)))
-
         self._core = Coordinator(config)
         self._events = EventQueue(self._core, self.kv_cache_event_metadata)
         self._watched = enable_kv_cache_events or metrics_collector is not None
         self.block_pool: Any = BlockPoolView(self._core, self._events, metrics_collector)
         view = HybridCoordinatorView if enable_caching and self.num_kv_cache_groups > 1 else CoordinatorView
+        self.empty_kv_cache_blocks = IdBlocks(tuple([] for _ in range(self.num_kv_cache_groups)), self.block_pool)
         self.coordinator: Any = view(self, self._core, kv_cache_config, scheduler_block_size)
         self._zeroes = kv_cache_config.needs_kv_cache_zeroing
+        # Nothing is to be told or reserved: the calls of running requests take the short way.
+        self._can_grow = enable_caching and not (self._watched or self._zeroes or self.watermark_blocks)
         self._drops_blocks = any(group.kind not in ("full", "mla") for group in config.groups)
 
     @classmethod
@@ -148,40 +149,50 @@ class LockstepKVCacheManager(KVCacheManager):
         del num_encoder_tokens
         if num_new_tokens == 0 and num_external_computed_tokens == 0 and num_new_computed_tokens == 0:
             raise ValueError("num_new_tokens must be greater than 0 when there are no computed tokens to adopt")
+        limit = self.max_model_len
         computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
-        num_tokens = min(computed, self.max_model_len) + num_new_tokens
+        num_tokens = (computed if computed < limit else limit) + num_new_tokens
+        with_lookahead = num_tokens + num_lookahead_tokens
+        slots = with_lookahead if with_lookahead < limit else limit
         request_tokens = request.num_tokens
-        hit = None
+        cached = num_tokens if num_tokens < request_tokens else request_tokens
+        if (
+            self._can_grow
+            and new_computed_blocks is None
+            and not (num_external_computed_tokens or full_sequence_must_fit or reserved_blocks or delay_cache_blocks)
+        ):
+            new = self._core.grow(
+                request.request_id,
+                slots,
+                max(0, computed - request.num_in_flight_tokens) if self._drops_blocks else 0,
+                request.block_hashes,
+                cached,
+                request.num_prompt_tokens,
+                request.shared_prefix_boundary,
+            )
+            if not new:
+                return None if new is None else self.empty_kv_cache_blocks
+            return IdBlocks(new, self.block_pool)
         options: dict[str, Any] = {}
-        if new_computed_blocks is not None and new_computed_blocks is not self.empty_kv_cache_blocks:
-            hit = options["hit"] = self._hit(new_computed_blocks, num_new_computed_tokens)
-        if num_external_computed_tokens:
-            options["num_external_tokens"] = num_external_computed_tokens
         if full_sequence_must_fit or reserved_blocks or self.watermark_blocks:
             watermark = self.watermark_blocks if has_scheduled_reqs and request.status in _WAITING else 0
             options["reserved_blocks"] = reserved_blocks
             options["watermark_blocks"] = watermark
-            options["whole_tokens"] = min(request_tokens, self.max_model_len) if full_sequence_must_fit else 0
+            options["whole_tokens"] = min(request_tokens, limit) if full_sequence_must_fit else 0
         if self._drops_blocks:
-            options["processed_tokens"] = max(0, min(computed, self.max_model_len) - request.num_in_flight_tokens)
+            options["processed_tokens"] = max(0, min(computed, limit) - request.num_in_flight_tokens)
         if self.enable_caching and not delay_cache_blocks:
             options["block_hashes"] = request.block_hashes
-            options["cache_tokens"] = min(num_tokens, request_tokens)
+            options["cache_tokens"] = cached
             options["num_prompt_tokens"] = request.num_prompt_tokens
             options["shared_prefix_boundary"] = request.shared_prefix_boundary
-        new = self._core.allocate_slots(
-            request.request_id, min(num_tokens + num_lookahead_tokens, self.max_model_len), **options
-        )
+        hit = self._hit(new_computed_blocks, num_new_computed_tokens)
+        external = num_external_computed_tokens
+        new = self._core.allocate_slots(request.request_id, slots, hit=hit, num_external_tokens=external, **options)
         if new is None:
             return None
         if self._watched or self._zeroes:
-            self._note(
-                request,
-                hit,
-                new,
-                with_external=num_external_computed_tokens > 0,
-                skip_zeroing=skip_zeroing_group_ids,
-            )
+            self._note(request, hit, new, with_external=external > 0, skip_zeroing=skip_zeroing_group_ids)
         return IdBlocks(new, self.block_pool) if new else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -302,8 +313,10 @@ class LockstepKVCacheManager(KVCacheManager):
         del request
         return []
 
-    def _hit(self, blocks: KVCacheBlocks, num_tokens: int) -> PrefixHit | None:
+    def _hit(self, blocks: KVCacheBlocks | None, num_tokens: int) -> PrefixHit | None:
         """The hit that a lookup's result carries, or one on the blocks that somebody put together."""
+        if blocks is None or blocks is self.empty_kv_cache_blocks:
+            return None
         hit = blocks.hit if isinstance(blocks, IdBlocks) else None
         if hit is None or hit.num_tokens != num_tokens:
             ids = blocks.get_block_ids()

@@ -204,6 +204,44 @@ impl Coordinator {
         }
     }
 
+    /// `allocate_slots` for a running request that nothing is reserved for: by far the most frequent call, with arguments by
+    /// place because names take time.
+    #[pyo3(signature = (request_id, num_tokens, processed_tokens, block_hashes, cache_tokens, num_prompt_tokens, shared_prefix_boundary, /))]
+    fn grow<'py>(
+        slf: &Bound<'py, Self>,
+        request_id: &Bound<'py, PyAny>,
+        num_tokens: &Bound<'py, PyAny>,
+        processed_tokens: &Bound<'py, PyAny>,
+        block_hashes: &Bound<'py, PyAny>,
+        cache_tokens: &Bound<'py, PyAny>,
+        num_prompt_tokens: &Bound<'py, PyAny>,
+        shared_prefix_boundary: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let ask = core::AllocateRequest {
+            processed_tokens: uint(processed_tokens, "processed_tokens")?,
+            ..core::AllocateRequest::new(text(request_id, "request_id")?, uint(num_tokens, "num_tokens")?)
+        };
+        let hashes = HashList::new(block_hashes, "block_hashes")?;
+        let publication = core::coordinator::Publication {
+            num_tokens: uint(cache_tokens, "cache_tokens")?,
+            num_prompt_tokens: Some(uint(num_prompt_tokens, "num_prompt_tokens")?),
+            shared_prefix_boundary: uint(shared_prefix_boundary, "shared_prefix_boundary")?,
+        };
+        let rows = {
+            let this = &mut *slf.try_borrow_mut()?;
+            let num_groups = this.num_groups();
+            match this.0.allocate_and_cache(&ask, &hashes, &publication).map_err(|error| hashes.raise(error))? {
+                None => return Ok(None),
+                Some(new) if (0_u32..).take(num_groups).all(|group| new.new_ids(GroupId(group)).is_empty()) => None,
+                new => Self::new_rows(num_groups, new),
+            }
+        };
+        match rows {
+            None => Ok(Some(PyTuple::empty(slf.py()))),
+            Some(rows) => tuple_of_lists(slf.py(), &rows).map(Some),
+        }
+    }
+
     /// How many free blocks a request would take to have slots for `num_tokens` tokens, idle blocks of a hit included.
     ///
     /// `computed_tokens`: what a new request finds or has loaded. `capped`: windows and chunks count for what they hold at
