@@ -151,7 +151,8 @@ class LockstepKVCacheManager(KVCacheManager):
             raise ValueError("num_new_tokens must be greater than 0 when there are no computed tokens to adopt")
         limit = self.max_model_len
         computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
-        num_tokens = (computed if computed < limit else limit) + num_new_tokens
+        computed = computed if computed < limit else limit
+        num_tokens = computed + num_new_tokens
         with_lookahead = num_tokens + num_lookahead_tokens
         slots = with_lookahead if with_lookahead < limit else limit
         request_tokens = request.num_tokens
@@ -180,7 +181,7 @@ class LockstepKVCacheManager(KVCacheManager):
             options["watermark_blocks"] = watermark
             options["whole_tokens"] = min(request_tokens, limit) if full_sequence_must_fit else 0
         if self._drops_blocks:
-            options["processed_tokens"] = max(0, min(computed, limit) - request.num_in_flight_tokens)
+            options["processed_tokens"] = max(0, computed - request.num_in_flight_tokens)
         if self.enable_caching and not delay_cache_blocks:
             options["block_hashes"] = request.block_hashes
             options["cache_tokens"] = cached

@@ -39,7 +39,7 @@ pub(crate) fn check_references<'a>(
     for (at, set) in (0_u32..).zip(&set_of) {
         let of_other = |key: &Key| set.is_some_and(|set| key.split_block().1 as usize != set);
         if pool.keys_of(BlockId(at))?.iter().any(of_other) {
-            return Err(Error::Invariant(format!("I4: block {at} is in a row of one set and has a key of another")));
+            return Err(Error::Invariant(format!("I2: block {at} is in a row of one set and has a key of another")));
         }
     }
     for (block, &count) in pins {

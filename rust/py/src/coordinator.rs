@@ -28,11 +28,37 @@ impl Coordinator {
         self.0.config().groups.len()
     }
 
-    /// What an allocation added, one row per group.
-    fn new_rows(num_groups: usize, allocation: Option<core::coordinator::Allocation<'_>>) -> Option<Vec<Vec<BlockId>>> {
-        let groups = (0_u32..).take(num_groups).map(GroupId);
-        allocation.map(|allocation| groups.map(|group| allocation.new_ids(group).to_vec()).collect())
+    /// Allocates, and publishes if that is asked for. An empty tuple if nothing is new.
+    fn slots<'py>(
+        slf: &Bound<'py, Self>,
+        ask: &core::AllocateRequest<'_>,
+        publish: Option<(&HashList<'_, '_>, &core::coordinator::Publication)>,
+    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let outcome = {
+            let this = &mut *slf.try_borrow_mut()?;
+            let num_groups = this.num_groups();
+            let allocation = match publish {
+                Some((hashes, publication)) => this.0.allocate_and_cache(ask, hashes, publication),
+                None => this.0.allocate(ask),
+            };
+            allocation.map(|new| new.map(|new| new_rows(&new, num_groups)))
+        };
+        let rows = match (outcome, publish) {
+            (Ok(rows), _) => rows,
+            (Err(error), Some((hashes, _))) => return Err(hashes.raise(error)),
+            (Err(error), None) => return Err(raise(error)),
+        };
+        rows.map(|rows| tuple_of_lists(slf.py(), &rows)).transpose()
     }
+}
+
+/// What an allocation added, one row per group. No rows if nothing is new, as is so for most calls of running requests.
+fn new_rows(new: &core::coordinator::Allocation<'_>, num_groups: usize) -> Vec<Vec<BlockId>> {
+    let groups = || (0_u32..).map(GroupId).take(num_groups);
+    if groups().all(|group| new.new_ids(group).is_empty()) {
+        return Vec::new();
+    }
+    groups().map(|group| new.new_ids(group).to_vec()).collect()
 }
 
 /// What is to be published, from Python's arguments.
@@ -106,13 +132,14 @@ impl Coordinator {
     /// `block_hashes` holds one hash of 16 or 32 bytes per `hash_block_tokens` tokens. As the last token of a prompt must
     /// be computed to go on from it, pass the number of tokens less one.
     fn find_longest_hit(
-        &mut self,
+        slf: &Bound<'_, Self>,
         block_hashes: &Bound<'_, PyAny>,
         max_tokens: &Bound<'_, PyAny>,
     ) -> PyResult<PrefixHit> {
         let hashes = HashList::new(block_hashes, "block_hashes")?;
         let max_tokens = uint(max_tokens, "max_tokens")?;
-        self.0.find_longest_hit(&hashes, max_tokens).map(PrefixHit).map_err(|error| hashes.raise(error))
+        let found = slf.try_borrow_mut()?.0.find_longest_hit(&hashes, max_tokens);
+        found.map(PrefixHit).map_err(|error| hashes.raise(error))
     }
 
     /// Give a request slots for `num_tokens` tokens in all, speculative ones included.
@@ -140,11 +167,12 @@ impl Coordinator {
             reserved_blocks: reserved_blocks.uint("reserved_blocks", 0)?,
             ..core::AllocateRequest::new("", 0)
         };
-        let rows = {
-            let this = &mut *slf.try_borrow_mut()?;
-            Self::new_rows(this.num_groups(), this.0.allocate(&ask).map_err(raise)?)
-        };
-        rows.map(|rows| tuple_of_lists(slf.py(), &rows)).transpose()
+        let num_groups = slf.try_borrow()?.num_groups();
+        let new = Self::slots(slf, &ask, None)?;
+        match new {
+            Some(new) if new.is_empty() => tuple_of_lists(slf.py(), &vec![Vec::new(); num_groups]).map(Some),
+            new => Ok(new),
+        }
     }
 
     /// `allocate` and then `cache`, in one call: slots for `num_tokens` tokens, and if they are there, publication of the
@@ -182,26 +210,11 @@ impl Coordinator {
             whole_tokens: whole_tokens.uint("whole_tokens", 0)?,
             processed_tokens: processed_tokens.uint("processed_tokens", 0)?,
         };
-        let rows = match (cache_tokens, block_hashes) {
-            (None, _) => {
-                let this = &mut *slf.try_borrow_mut()?;
-                Self::new_rows(this.num_groups(), this.0.allocate(&ask).map_err(raise)?)
-            }
-            (Some(_), None) => return Err(config_error("cache_tokens needs block_hashes".into())),
-            (Some(tokens), Some(hashes)) => {
-                let hashes = HashList::new(hashes, "block_hashes")?;
-                let publication = publication(tokens, num_prompt_tokens, shared_prefix_boundary)?;
-                let this = &mut *slf.try_borrow_mut()?;
-                let num_groups = this.num_groups();
-                let allocation = this.0.allocate_and_cache(&ask, &hashes, &publication);
-                Self::new_rows(num_groups, allocation.map_err(|error| hashes.raise(error))?)
-            }
-        };
-        match rows {
-            None => Ok(None),
-            Some(rows) if rows.iter().all(Vec::is_empty) => Ok(Some(PyTuple::empty(slf.py()))),
-            Some(rows) => tuple_of_lists(slf.py(), &rows).map(Some),
-        }
+        let Some(cache_tokens) = cache_tokens else { return Self::slots(slf, &ask, None) };
+        let Some(hashes) = block_hashes else { return Err(config_error("cache_tokens needs block_hashes".into())) };
+        let hashes = HashList::new(hashes, "block_hashes")?;
+        let publication = publication(cache_tokens, num_prompt_tokens, shared_prefix_boundary)?;
+        Self::slots(slf, &ask, Some((&hashes, &publication)))
     }
 
     /// `allocate_slots` for a running request that nothing is reserved for: by far the most frequent call, with arguments by
@@ -227,19 +240,7 @@ impl Coordinator {
             num_prompt_tokens: Some(uint(num_prompt_tokens, "num_prompt_tokens")?),
             shared_prefix_boundary: uint(shared_prefix_boundary, "shared_prefix_boundary")?,
         };
-        let rows = {
-            let this = &mut *slf.try_borrow_mut()?;
-            let num_groups = this.num_groups();
-            match this.0.allocate_and_cache(&ask, &hashes, &publication).map_err(|error| hashes.raise(error))? {
-                None => return Ok(None),
-                Some(new) if (0_u32..).take(num_groups).all(|group| new.new_ids(GroupId(group)).is_empty()) => None,
-                new => Self::new_rows(num_groups, new),
-            }
-        };
-        match rows {
-            None => Ok(Some(PyTuple::empty(slf.py()))),
-            Some(rows) => tuple_of_lists(slf.py(), &rows).map(Some),
-        }
+        Self::slots(slf, &ask, Some((&hashes, &publication)))
     }
 
     /// How many free blocks a request would take to have slots for `num_tokens` tokens, idle blocks of a hit included.
@@ -274,7 +275,7 @@ impl Coordinator {
         text_signature = "($self, request_id, block_hashes, num_tokens, *, num_prompt_tokens=None, shared_prefix_boundary=0)"
     )]
     fn cache(
-        &mut self,
+        slf: &Bound<'_, Self>,
         request_id: &Bound<'_, PyAny>,
         block_hashes: &Bound<'_, PyAny>,
         num_tokens: &Bound<'_, PyAny>,
@@ -284,7 +285,8 @@ impl Coordinator {
         let request_id = text(request_id, "request_id")?;
         let hashes = HashList::new(block_hashes, "block_hashes")?;
         let publication = publication(num_tokens, num_prompt_tokens, shared_prefix_boundary)?;
-        self.0.cache(request_id, &hashes, &publication).map_err(|error| hashes.raise(error))
+        let done = slf.try_borrow_mut()?.0.cache(request_id, &hashes, &publication);
+        done.map_err(|error| hashes.raise(error))
     }
 
     /// Give back what a request's groups no longer need once `num_computed_tokens` tokens are computed.
@@ -328,7 +330,8 @@ impl Coordinator {
         PyTuple::new(slf.py(), counts)
     }
 
-    /// Leading tokens of a request that can be found in every set, as long as nothing in between is evicted.
+    /// Leading tokens of a request up to the last that some hash stands for, the fewest over all sets: an estimate of what a
+    /// later request can hit.
     fn findable_tokens(&self, request_id: &Bound<'_, PyAny>) -> PyResult<u64> {
         self.0.findable_tokens(text(request_id, "request_id")?).map_err(raise)
     }

@@ -21,7 +21,8 @@ impl PrefixHit {
         self.0.num_tokens()
     }
 
-    /// Tokens behind the hit that one lockstep set has and another lacks.
+    /// Tokens behind the hit that a set which was looked up earlier has and a later one lacks; depends on the order of the
+    /// groups.
     #[getter]
     fn num_uncached_tokens(&self) -> u64 {
         self.0.num_uncached_tokens()

@@ -41,8 +41,8 @@ pub(crate) fn tuple_of_rows<'py, 'a>(
 #[derive(Debug)]
 pub(crate) struct HashList<'a, 'py> {
     items: HashItems<'a, 'py>,
-    /// Python's own error for an item of a wrong type, which has no counterpart in the core.
-    refused: RefCell<Option<PyErr>>,
+    /// An item of a wrong type and its place, for which the core has no error of its own.
+    refused: RefCell<Option<(usize, Bound<'py, PyAny>)>>,
 }
 
 #[derive(Debug)]
@@ -65,9 +65,13 @@ impl<'a, 'py> HashList<'a, 'py> {
         Ok(Self { items, refused: RefCell::new(None) })
     }
 
-    /// The exception for an error of a call that was given this list.
+    /// The exception for an error of a call that was given this list. It may run Python code, so the object that was called
+    /// must not be borrowed any more.
     pub(crate) fn raise(&self, error: Error) -> PyErr {
-        self.refused.take().unwrap_or_else(|| raise(error))
+        match self.refused.take() {
+            Some((at, item)) => wrong_type(&format!("block_hashes[{at}]"), "bytes", &item),
+            None => raise(error),
+        }
     }
 }
 
@@ -86,17 +90,12 @@ impl BlockHashes for HashList<'_, '_> {
             HashItems::Tuple(tuple) => tuple.get_item(at),
             HashItems::Items(items) => Ok(items[at].clone()),
         };
-        let refused = |error: PyErr| {
-            let message = error.to_string();
-            self.refused.replace(Some(error));
-            Error::Config(message)
-        };
-        let item = item.map_err(refused)?;
-        match item.cast::<PyBytes>() {
-            Ok(bytes) => {
-                BlockHash::new(bytes.as_bytes()).map_err(|error| Error::Config(format!("block_hashes[{at}]: {error}")))
-            }
-            Err(_) => Err(refused(wrong_type(&format!("block_hashes[{at}]"), "bytes", &item))),
+        let refused = |what: &str| Error::Config(format!("block_hashes[{at}]: {what}"));
+        let item = item.map_err(|_| refused("the list has become shorter"))?;
+        if let Ok(bytes) = item.cast::<PyBytes>() {
+            return BlockHash::new(bytes.as_bytes()).map_err(|error| refused(&error.to_string()));
         }
+        self.refused.replace(Some((at, item)));
+        Err(refused("not bytes"))
     }
 }

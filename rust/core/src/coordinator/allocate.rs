@@ -95,8 +95,9 @@ impl Coordinator {
                 let (length, published) = request.rows[set].lengths();
                 return (length.max(slots), published);
             }
-            let start = hit.map_or(0, |hit| hit.row(set).len()).max(self.geometry.skipped_blocks(set, computed));
-            (start.max(slots), if hit.is_some() || ask.num_external_tokens > 0 { start } else { 0 })
+            let (skipped, hit_row) = self.geometry.start_of_row(set, hit, computed);
+            let start = skipped + hit_row.len();
+            (start.max(slots), start)
         };
         self.check_publication(ask.request_id, hashes, publication, row_at_end)?;
         if !self.take_slots(ask, hit, computed)? {
@@ -145,28 +146,16 @@ impl Coordinator {
             {
                 at_end = at_end.min(usize::try_from(most).unwrap_or(usize::MAX));
             }
-            let (there, hit_row) = self.start_of_row(held, set, hit, computed);
+            let (there, hit_row) = if let Some(request) = held {
+                (request.rows[set].blocks.len(), &[][..])
+            } else {
+                let (skipped, hit_row) = geometry.start_of_row(set, hit, computed);
+                (skipped + hit_row.len(), hit_row)
+            };
             let idle = hit_row.iter().filter(|&&block| self.pool.is_free(block)).count();
             needed = needed.saturating_add(at_end.saturating_sub(there)).saturating_add(idle);
         }
         needed
-    }
-
-    /// How long a row is before blocks are taken, and the blocks of the hit that it will hold: a new request starts with
-    /// null blocks where it needs nothing, and then with what it has hit.
-    fn start_of_row<'a>(
-        &self,
-        held: Option<&Request>,
-        set: usize,
-        hit: Option<&'a PrefixHit>,
-        computed: u64,
-    ) -> (usize, &'a [BlockId]) {
-        if let Some(request) = held {
-            return (request.rows[set].blocks.len(), &[]);
-        }
-        let skipped = self.geometry.skipped_blocks(set, computed);
-        let hit_row = hit.map_or(&[][..], |hit| hit.row(set));
-        (hit_row.len().max(skipped), hit_row.get(skipped..).unwrap_or(&[]))
     }
 
     /// Refuses what does not fit, and otherwise appends to the request's rows and notes where its new blocks start.
@@ -195,8 +184,7 @@ impl Coordinator {
         let request = self.requests.get_or_insert(ask.request_id, geometry.sets.len());
         if starts {
             for (set, row) in request.rows.iter_mut().enumerate() {
-                let skipped = geometry.skipped_blocks(set, computed);
-                let hit_row = hit.map_or(&[][..], |hit| hit.row(set)).get(skipped..).unwrap_or(&[]);
+                let (skipped, hit_row) = geometry.start_of_row(set, hit, computed);
                 row.blocks.resize(skipped, BlockId::NULL);
                 row.blocks.extend_from_slice(hit_row);
                 row.num_published = row.blocks.len();

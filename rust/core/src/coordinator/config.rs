@@ -1,9 +1,10 @@
 //! What a coordinator is made from, and what follows from it once and for all.
 
+use super::PrefixHit;
 use crate::error::{Error, Result};
 use crate::geometry::{GroupSpec, LockstepSet, form_sets};
-use crate::groups::Retention;
-use crate::ids::GroupId;
+use crate::groups::{self, Retention};
+use crate::ids::{BlockId, GroupId};
 use crate::pool::MAX_BLOCKS;
 
 /// What a coordinator is made from.
@@ -50,7 +51,7 @@ impl CoordinatorConfig {
         }
     }
 
-    /// Checks everything but whether the groups' kinds are supported and the pool fits in memory.
+    /// Checks everything but whether the pool fits in memory.
     ///
     /// # Errors
     /// [`Error::Config`] naming the value that cannot be used.
@@ -95,6 +96,7 @@ impl Geometry {
     /// [`Error::Config`] naming the value that cannot be used.
     pub(super) fn new(config: &CoordinatorConfig) -> Result<Self> {
         let sets = form_sets(&config.groups, config.dcp_world_size)?;
+        groups::check_supported(&config.groups, config.dcp_world_size)?;
         if config.max_model_len == 0 {
             return Err(Error::config("max_model_len must be at least 1, got 0"));
         }
@@ -178,6 +180,18 @@ impl Geometry {
         }
         let before = |tokens: u64| (tokens - tokens % self.alignment).saturating_sub(self.alignment);
         [resent.map(before), num_prompt_tokens.map(before), shared]
+    }
+
+    /// How a new request's row in a set starts, of which `computed` tokens are hit or will be loaded: so many null blocks
+    /// where it needs nothing, and then what is left of the hit.
+    pub(super) fn start_of_row<'a>(
+        &self,
+        set: usize,
+        hit: Option<&'a PrefixHit>,
+        computed: u64,
+    ) -> (usize, &'a [BlockId]) {
+        let skipped = self.skipped_blocks(set, computed);
+        (skipped, hit.and_then(|hit| hit.row(set).get(skipped..)).unwrap_or(&[]))
     }
 
     /// Whether a set needs blocks for tokens that an external tier will load: `computed` includes them.

@@ -27,7 +27,6 @@ pub use publish::Publication;
 use crate::audit;
 use crate::error::{Error, Result};
 use crate::geometry::LockstepSet;
-use crate::groups;
 use crate::hash::BlockHash;
 use crate::ids::{BlockId, GroupId};
 use crate::pool::{BlockPool, Key, PoolStats};
@@ -80,7 +79,6 @@ impl Coordinator {
     /// [`Error::Config`] naming the value that cannot be used, a kind that is not supported included.
     pub fn new(config: CoordinatorConfig) -> Result<Self> {
         let geometry = Geometry::new(&config)?;
-        groups::check_supported(&config.groups, config.dcp_world_size)?;
         let pool = BlockPool::with_events(config.num_blocks, config.enable_caching, config.enable_events)?;
         Ok(Self {
             id: NEXT_COORDINATOR.fetch_add(1, Ordering::Relaxed),
