@@ -1,4 +1,4 @@
-"""The command line: measured capacities, JSON beside tables, and one line with exit code 2 for what cannot be done."""
+"""The command line: JSON beside tables, and one line with exit code 2 for what cannot be done."""
 
 from __future__ import annotations
 
@@ -13,42 +13,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 import lockstep_kv
-from lockstep_kv import ConfigError, cli
+from lockstep_kv import cli
 from lockstep_kv.trace import generate_trace
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from typer.testing import CliRunner
-
-from lockstep_kv.commands import app, parse_bytes
+from command_line import DATA, GLM, TERMINAL, invoke, table_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lockstep_kv.trace import TraceRequest
 
-DATA = Path(__file__).parents[1] / "data"
-GLM = str(DATA / "glm-5.2-config.json")
-DEEPSEEK = str(DATA / "deepseek-v3.2-config.json")
-
-# Six runs of GLM-5.2 in a published benchmark, all with one memory setting, with 656-byte records and without the draft
-# layer: ranks, indexer shards, tokens that fitted, blocks, GB that these come to.
-MEASURED = [
-    (2, 2, 1_040_128, 8126, 28.052),
-    (4, 4, 2_088_704, 8159, 28.166),
-    (4, 2, 1_984_256, 7751, 28.133),
-    (8, 8, 4_174_336, 8153, 28.145),
-    (8, 1, 3_063_296, 5983, 28.084),
-    (8, 4, 3_964_928, 7744, 28.107),
-]
-MEAN_GB = sum(row[-1] for row in MEASURED) / len(MEASURED)
-
 
 @pytest.fixture(autouse=True)
 def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep out what would make rich take the captured output for a terminal, or a narrow one."""
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+    for name in TERMINAL:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -71,24 +53,6 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         return Outcome(caught.value.code or 0, out, err)
 
     return call
-
-
-def invoke(*arguments: object, code: int = 0) -> str:
-    """What a command prints on standard output; nothing goes to standard error."""
-    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert (result.exit_code, result.stderr) == (code, "")
-    return result.stdout
-
-
-def plan(config: str, *options: object, code: int = 0) -> dict[str, Any]:
-    planned: dict[str, Any] = json.loads(invoke("plan", "--config", config, *options, "--json", code=code))
-    return planned
-
-
-def table_rows(text: str) -> list[list[str]]:
-    """The cells of a table's rows below the title, its head included; two blanks at least are between cells."""
-    lines = [line.strip() for line in text.splitlines()[1:]]
-    return [re.split(r"\s{2,}", line) for line in lines if line and "─" not in line]
 
 
 def write_trace(path: Path, requests: Sequence[TraceRequest]) -> Path:
@@ -118,158 +82,6 @@ def trace(tmp_path: Path) -> Path:
     ]
     path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
     return path
-
-
-@pytest.mark.parametrize(("ranks", "shards", "tokens", "blocks", "gigabytes"), MEASURED)
-def test_plan_comes_out_at_what_was_measured(
-    ranks: int, shards: int, tokens: int, blocks: int, gigabytes: float
-) -> None:
-    options = (
-        "--kv-cache-dtype",
-        "fp8_ds_mla",
-        "--dcp",
-        ranks,
-        "--indexer-shards",
-        shards,
-        "--no-mtp",
-        "--max-model-len",
-        102_400,
-    )
-    (choice,) = plan(GLM, "--kv-bytes", f"{MEAN_GB:.3f}GB", *options)["choices"]
-    assert choice["capacity_tokens"] == pytest.approx(tokens, rel=0.005)
-    assert choice["blocks"] == pytest.approx(blocks, rel=0.005)
-    assert choice["blocks"] * choice["bytes_per_block"] == pytest.approx(gigabytes * 1e9, rel=0.005)
-    assert choice["tokens_per_block"] == [64 * ranks]
-    # One block's bytes do not depend on the budget, so with the budget of that run the blocks come out exactly.
-    available = blocks * choice["bytes_per_block"]
-    assert available / 1e9 == pytest.approx(gigabytes, abs=0.0005)
-    (exact,) = plan(GLM, "--kv-bytes", available, *options)["choices"]
-    assert (exact["blocks"], exact["capacity_tokens"]) == (blocks, tokens)
-
-
-def test_plan_compares_choices() -> None:
-    planned = plan(
-        GLM,
-        "--kv-bytes",
-        "28.1GB",
-        "--kv-cache-dtype",
-        "fp8_ds_mla",
-        "--dcp",
-        8,
-        "--indexer-shards",
-        "0,4,2,1",
-        "--no-mtp",
-    )
-    assert (planned["max_model_len"], planned["kv_bytes"], planned["dcp"]) == (1_048_576, 28_100_000_000, 8)
-    choices = planned["choices"]
-    assert [choice["indexer_shards"] for choice in choices] == [8, 4, 2, 1]
-    assert [choice["bytes_per_block"] for choice in choices] == [3_452_160, 3_629_568, 3_984_384, 4_694_016]
-    assert [choice["sets"] for choice in choices] == [[[0]], [[0, 1]], [[0, 1]], [[0, 1]]]
-    assert [choice["cost"] for choice in choices] == pytest.approx([0, 0.0489, 0.1336, 0.2646], abs=0.0002)
-    for choice in choices:
-        assert choice["blocks"] == 28_100_000_000 // choice["bytes_per_block"]
-        assert choice["capacity_tokens"] == choice["blocks"] * 512
-        assert choice["max_concurrency"] == choice["blocks"] / 2048
-        assert choice["why_separate"] == []
-
-
-# 61 layers of 656 bytes and as many indexers of 132, in blocks of 64 tokens; the draft layer adds one of each, sharded.
-@pytest.mark.parametrize(
-    ("ranks", "shards", "mtp", "bytes_per_block"),
-    [
-        (8, 8, False, 61 * 64 * 656 + 61 * 64 * 132),
-        (8, 1, False, 61 * 64 * 656 + 61 * 512 * 132),
-        (4, 2, False, 61 * 64 * 656 + 61 * 128 * 132),
-        (1, 1, False, 61 * 64 * 656 + 61 * 64 * 132),
-        (8, 8, True, 62 * 64 * 656 + 62 * 64 * 132),
-        (8, 1, True, 62 * 64 * 656 + 61 * 512 * 132 + 64 * 132),
-    ],
-)
-def test_plan_of_deepseek(ranks: int, shards: int, mtp: bool, bytes_per_block: int) -> None:  # noqa: FBT001
-    options = [
-        "--kv-cache-dtype",
-        "fp8_ds_mla",
-        "--dcp",
-        ranks,
-        "--indexer-shards",
-        shards,
-        *([] if mtp else ["--no-mtp"]),
-    ]
-    planned = plan(DEEPSEEK, "--kv-bytes", "40GiB", *options)
-    (choice,) = planned["choices"]
-    assert choice["bytes_per_block"] == bytes_per_block
-    assert choice["blocks"] == 40 * 2**30 // bytes_per_block
-    assert choice["tokens_per_block"] == [64 * ranks]
-    assert planned["max_model_len"] == json.loads(Path(DEEPSEEK).read_text(encoding="utf-8"))["max_position_embeddings"]
-
-
-@pytest.mark.parametrize(
-    ("config", "options"),
-    [
-        (GLM, ["--kv-bytes", "28.1GB", "--kv-cache-dtype", "fp8_ds_mla", "--dcp", 8, "--indexer-shards", "8,4,2,1"]),
-        (GLM, ["--kv-bytes", "28.1GB", "--dcp", 4, "--indexer-shards", "4,1", "--max-model-len", 100_000, "--no-mtp"]),
-        (DEEPSEEK, ["--kv-bytes", "40GiB", "--dcp", 2, "--indexer-shards", "0,1", "--block-size", 128]),
-    ],
-)
-def test_the_table_of_plan_says_what_its_json_says(config: str, options: list[object]) -> None:
-    planned = plan(config, *options)
-    text = invoke("plan", "--config", config, *options)
-    assert text.startswith(f"Requests of up to {planned['max_model_len']:,} tokens")
-    choices = planned["choices"]
-    sets = [" ".join("{" + ", ".join(map(str, groups)) + "}" for groups in choice["sets"]) for choice in choices]
-    spans = [" / ".join(f"{tokens:,}" for tokens in choice["tokens_per_block"]) for choice in choices]
-    assert table_rows(text) == [
-        ["indexer shards", *(str(choice["indexer_shards"]) for choice in choices)],
-        ["bytes per block, on one rank", *(f"{choice['bytes_per_block']:,}" for choice in choices)],
-        ["tokens per block, per set", *spans],
-        ["blocks", *(f"{choice['blocks']:,}" for choice in choices)],
-        ["capacity in tokens", *(f"{choice['capacity_tokens']:,}" for choice in choices)],
-        ["requests at once", *(f"{choice['max_concurrency']:.2f}" for choice in choices)],
-        ["cost, of the best above", *(f"{choice['cost']:.2%}" for choice in choices)],
-        ["sets of groups in lockstep", *sets],
-    ]
-    assert all(len(line) <= 80 for line in text.splitlines()), "fits a narrow terminal"
-
-
-def test_plan_takes_a_model_s_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(Path(GLM).read_bytes())
-    options = ("--kv-bytes", "100GB", "--dcp", 8)
-    assert plan(str(tmp_path), *options) == plan(GLM, *options)
-
-
-def test_plan_says_which_choice_does_not_fit() -> None:
-    options = ("--kv-bytes", "28.1GB", "--dcp", 8, "--indexer-shards", "8,1", "--max-model-len", 3_500_000)
-    planned = plan(GLM, "--kv-cache-dtype", "fp8_ds_mla", *options)
-    fits, does_not = planned["choices"]
-    assert (fits["cost"], does_not["indexer_shards"], set(does_not)) == (0, 1, {"indexer_shards", "does_not_fit"})
-    assert "3500000" in does_not["does_not_fit"]
-    text = invoke("plan", "--config", GLM, "--kv-cache-dtype", "fp8_ds_mla", *options)
-    assert table_rows(text)[0] == ["indexer shards", "8"]
-    assert f"1 indexer shards: {does_not['does_not_fit']}" in text.splitlines()
-
-
-def test_plan_fails_when_nothing_fits() -> None:
-    planned = plan(GLM, "--kv-bytes", "1MB", "--dcp", 8, "--indexer-shards", "8,1", code=1)
-    assert ["blocks" in choice for choice in planned["choices"]] == [False, False]
-    assert "1 indexer shards: a request of max_model_len" in invoke(
-        "plan", "--config", GLM, "--kv-bytes", "1MB", code=1
-    )
-
-
-def test_plan_of_full_attention_divides_the_heads(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    facts = {
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    }
-    config.write_text(json.dumps(facts), encoding="utf-8")
-    options = ("--kv-bytes", "10GB", "--block-size", 16, "--max-model-len", 4096, "--tp", 4)
-    (choice,) = plan(str(config), *options)["choices"]
-    # Keys and values of two heads of 128 elements of two bytes.
-    assert choice["bytes_per_block"] == 32 * 16 * 2 * 2 * 128 * 2
 
 
 def test_replay_sizes_the_pool_by_bytes(trace: Path) -> None:
@@ -490,85 +302,6 @@ def test_demo_needs_a_request(
     outcome = main("demo", *([] if generated else ["--trace", trace]), f"--requests={requests}", "--json")
     assert (outcome.code, outcome.out) == (2, "")
     assert f"got {requests}" in outcome.err
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0", 0),
-        ("1", 1),
-        ("28145000000", 28_145_000_000),
-        ("1kB", 1000),
-        ("1MB", 10**6),
-        ("1GB", 10**9),
-        ("1TB", 10**12),
-        ("1KiB", 1024),
-        ("1MiB", 2**20),
-        ("1GiB", 2**30),
-        ("1TiB", 2**40),
-        ("1B", 1),
-        ("28.145GB", 28_145_000_000),
-        # A float would come out at 1,001 below.
-        ("1.001kB", 1001),
-        ("4.35GB", 4_350_000_000),
-        ("0.5KiB", 512),
-        ("1.5TiB", 3 * 2**39),
-        ("2 GB", 2 * 10**9),
-        (" 2GB\n", 2 * 10**9),
-        ("007", 7),
-        ("9" * 28, 10**28 - 1),
-    ],
-)
-def test_sizes(text: str, expected: int) -> None:
-    assert parse_bytes(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "GB",
-        "B",
-        "one",
-        "-1",
-        "-1GB",
-        "+1",
-        "1e9",
-        "0x10",
-        "1,000",
-        "1_000",
-        "1.",
-        ".5",
-        "1.5.2GB",
-        "nan",
-        "inf",
-        "1  GB",
-        "1GB 2",
-        "1gb",
-        "1KB",
-        "1PB",
-        "1GBB",
-        "1BB",
-        "1iB",
-        "1GB/s",
-        "\u0663GB",
-        "\u00b2",
-    ],
-)
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_bytes(text)
-    assert str(caught.value).startswith("a size must be bytes or a number with one of kB, MB, ")
-    assert str(caught.value).endswith(f", got {text!r}")
-
-
-@pytest.mark.parametrize("unit", ["k", "M", "G", "T", "Ki", "Mi", "Gi", "Ti"])
-def test_a_unit_without_its_b_is_not_taken_for_bytes(unit: str) -> None:
-    try:
-        size = parse_bytes(f"3{unit}")
-    except ConfigError:
-        return
-    assert size == parse_bytes(f"3{unit}B")
 
 
 def run_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
