@@ -1,12 +1,12 @@
-# Five commands: demo, demo-vllm, test, lint, bench. Each sets up what it needs in .venv and target, and is quick when nothing
-# has changed.
+# Six commands: demo, demo-vllm, test, test-vllm-suite, lint, bench. Each sets up what it needs in .venv and target, and is
+# quick when nothing has changed.
 
 PYTHON ?= python3
 BIN := .venv/bin
 TRACE ?= $(wildcard ../shared/data/mooncake_conversation_trace.jsonl)
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 
-.PHONY: demo demo-vllm test test-core lint bench build clean
+.PHONY: demo demo-vllm test test-core test-vllm-suite lint bench build clean
 
 demo: build
 	$(BIN)/lockstep-kv demo $(if $(TRACE),--trace "$(TRACE)")
@@ -21,6 +21,10 @@ test: .venv/vllm test-core
 test-core: build
 	cargo test --quiet --workspace --locked
 	$(BIN)/python -m pytest --timeout 900
+
+# vLLM's own tests, fetched into build/vllm_suite, on its own manager and on ours.
+test-vllm-suite: build .venv/vllm
+	$(BIN)/python tests/vllm_suite/run.py
 
 lint: build
 	cargo fmt --all --check

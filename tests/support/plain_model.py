@@ -121,14 +121,14 @@ class PlainPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Of what becomes free, blocks without a key go to the head as one batch, the others to the tail.
 
-        A block that is given back several times has its place where it comes first.
+        A block that is given back several times has its place where it comes last.
         """
         reasons: list[type[LockstepKVError]] = [ConfigError for block in blocks if not self.is_real(block)]
         reasons += [DoubleFreeError for b in blocks if self.is_real(b) and blocks.count(b) > self.refs[b]]
         refuse_if(reasons)
         for block in blocks:
             self.refs[block] -= 1
-        freed = [block for block in dict.fromkeys(blocks) if self.refs[block] == 0]
+        freed = [block for block in reversed(dict.fromkeys(reversed(blocks))) if self.refs[block] == 0]
         head = [block for block in freed if not self.keys_of(block)]
         self.queue = head + self.queue + [block for block in freed if self.keys_of(block)]
 
@@ -231,6 +231,7 @@ class PlainCoordinator:
     config: CoordinatorConfig
     requests: dict[str, PlainRequest] = field(default_factory=dict)
     pins: list[int] = field(default_factory=list)
+    covered: dict[int, int] = field(default_factory=dict)
     hits: list[PlainHit] = field(default_factory=list)
     events: list[Stored | Removed | Cleared] = field(default_factory=list)
     lookups: int = 0
@@ -398,8 +399,11 @@ class PlainCoordinator:
             first, end = request.published[at], self.useful(at, tokens) // span
             if first < end:
                 full = self.full_hashes(hashes, at)
-                for block, digest in zip(row[first:end], full[first:end], strict=True):
-                    self.publish_alone(block, (digest, at))
+                for place, (block, digest) in enumerate(zip(row[first:end], full[first:end], strict=True), first):
+                    if (digest, at) not in self.pool.keys_of(block):
+                        self.pool.forget(block)
+                        self.settle_losses()
+                    self.publish(block, (digest, at), (place + 1) * span)
                 parent = full[first - 1] if first else None
                 self.note_stored(at, name, full[first:end], parent, first * span, span)
                 request.published[at] = end
@@ -407,23 +411,22 @@ class PlainCoordinator:
             if tail is not None and tail * self.hash_tokens < len(row) * span:
                 self.publish_tail(name, hashes, at, tail)
 
-    def publish_alone(self, block: int, key: tuple[bytes, int]) -> None:
-        """A key that covers more of the block takes the place of all that it was known by."""
-        if key not in self.pool.keys_of(block):
-            self.pool.forget(block)
-            self.settle_losses()
+    def publish(self, block: int, key: tuple[bytes, int], tokens: int) -> None:
+        """`tokens`: leading tokens of the request up to the end of what the key stands for."""
+        if not self.pool.keys_of(block):
+            self.covered[block] = tokens
         self.pool.publish(block, key)
 
     def publish_tail(self, name: str, hashes: Sequence[bytes], at: int, count: int) -> None:
-        request = self.requests[name]
-        place = count * self.hash_tokens // self.spans[at]
-        block, key = request.rows[at][place], (hashes[count - 1], at)
+        """A key that covers more than the block's first one takes the place of all that the block was known by."""
+        tokens = count * self.hash_tokens
+        block, key = self.requests[name].rows[at][tokens // self.spans[at]], (hashes[count - 1], at)
         if key in self.pool.keys_of(block):
             return
-        if place < request.published[at]:
-            self.pool.publish(block, key)
-        else:
-            self.publish_alone(block, key)
+        if self.pool.keys_of(block) and self.covered[block] < tokens:
+            self.pool.forget(block)
+            self.settle_losses()
+        self.publish(block, key, tokens)
         parent = hashes[count - 2] if count > 1 else None
         self.note_stored(at, name, [key[0]], parent, (count - 1) * self.hash_tokens, self.hash_tokens)
 

@@ -10,10 +10,15 @@ import torch
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -33,6 +38,20 @@ class Group:
     is_eagle: bool
     local: int | None = None
     """Window or chunk, in tokens."""
+    extra: int = 0
+    """Tokens kept behind a sliding window."""
+    replayed: bool = False
+    """Whether a sliding window is computed anew for every request."""
+    mode: str = "none"
+    """Which states are kept."""
+    drafts: int = 0
+    """Blocks for the states behind drafts."""
+    checkpoint: int | None = None
+    """At which distances from its start a step can save a state."""
+
+    @property
+    def is_cacheable(self) -> bool:
+        return not self.replayed and self.kind not in ("circular_buffer", "cross_attention")
 
     def ours(self, number: int) -> GroupSpec:
         # Only equality of the page size matters here, as it decides which groups vLLM looks up together.
@@ -49,6 +68,18 @@ class Group:
         )
 
     def theirs(self, number: int) -> KVCacheGroupSpec:
+        spec: Any
+        if self.kind == "mamba":
+            spec = MambaSpec(
+                block_size=self.block_size,
+                shapes=((self.width,),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode=self.mode,
+                num_speculative_blocks=self.drafts,
+                num_prefill_checkpoint_blocks=int(self.checkpoint is not None),
+                prefill_checkpoint_alignment=self.checkpoint,
+            )
+            return KVCacheGroupSpec([f"layer.{number}"], spec, is_eagle_group=self.is_eagle)
         common: dict[str, Any] = {
             "block_size": self.block_size,
             "num_kv_heads": 1,
@@ -56,13 +87,24 @@ class Group:
             "dtype": torch.float32,
             "dcp_sharded": self.sharded,
         }
-        spec: Any
-        if self.kind == "sliding_window":
-            spec = SlidingWindowSpec(**common, sliding_window=self.local)
-        elif self.kind == "chunked_local":
-            spec = ChunkedLocalAttentionSpec(**common, attention_chunk_size=self.local)
-        else:
-            spec = (MLAAttentionSpec if self.kind == "mla" else FullAttentionSpec)(**common)
+        match self.kind:
+            case "sliding_window" if self.replayed:
+                window = {"sliding_window": self.local, "extra_retained_tokens": self.extra}
+                spec = SlidingWindowMLASpec(**common, **window, bounded_replay=True)
+            case "sliding_window":
+                spec = SlidingWindowSpec(**common, sliding_window=self.local, extra_retained_tokens=self.extra)
+            case "reference_window":
+                spec = RSWASpec(**common, rswa_window=self.local)
+            case "chunked_local":
+                spec = ChunkedLocalAttentionSpec(**common, attention_chunk_size=self.local)
+            case "circular_buffer":
+                spec = CircularBufferSpec(**common)
+            case "cross_attention":
+                spec = CrossAttentionSpec(**common)
+            case "mla":
+                spec = MLAAttentionSpec(**common)
+            case _:
+                spec = FullAttentionSpec(**common)
         return KVCacheGroupSpec([f"layer.{number}"], spec, is_eagle_group=self.is_eagle)
 
 
@@ -86,6 +128,17 @@ class Config:
     in_flight: int | None = None
     retention: int | None = None
     """In multiples of the alignment."""
+    lookahead: int = 0
+    """Tokens behind a prompt's chunk that a draft model reads."""
+    finer: int = 1
+    """Block hashes are of so many times fewer tokens than the blocks need."""
+    shared_prefix: bool = False
+    """Whether states are published where a shared prefix ends."""
+    prefill_ranks: int = 1
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.kind == "mamba" for group in self.groups)
 
     @property
     def spans(self) -> list[int]:
@@ -95,12 +148,14 @@ class Config:
     @property
     def hash_tokens(self) -> int:
         """Tokens per block hash."""
-        return math.gcd(*self.spans)
+        found = [span for span, group in zip(self.spans, self.groups, strict=True) if group.is_cacheable]
+        common = math.gcd(*(found or self.spans))
+        return common if len(self.groups) == 1 or common % self.finer else common // self.finer
 
     @property
     def retention_interval(self) -> int | None:
         """Every how many tokens windows keep blocks."""
-        if self.retention is None or any(group.kind == "sliding_window" for group in self.groups):
+        if self.retention is None or any(group.kind in ("sliding_window", "mamba") for group in self.groups):
             return None if self.retention is None else self.retention * math.lcm(*self.spans)
         return 0
 
@@ -121,6 +176,9 @@ class Config:
             "enable_kv_cache_events": True,
             "dcp_world_size": self.dcp,
             "max_in_flight_tokens": self.in_flight,
+            "num_prefill_lookahead": self.lookahead,
+            "enable_mamba_shared_prefix_checkpoint": self.shared_prefix,
+            "pcp_world_size": self.prefill_ranks,
         }
 
 
@@ -177,3 +235,91 @@ def chunked_groups(draw: st.DrawFn) -> tuple[Group, ...]:
         for _ in range(draw(st.integers(1, 2)))
     ]
     return (*([full] if draw(st.booleans()) else []), *chunks)
+
+
+@st.composite
+def all_configs(draw: st.DrawFn) -> Config:
+    """Configurations of every kind that vLLM and the plugin serve alike."""
+    family = draw(st.sampled_from(["plain", "plain", "states", "states", "states", "odd", "encoder"]))
+    if family == "plain":
+        config = draw(configs())
+        keeps_all = all(group.kind in ("full", "mla") for group in config.groups)
+        ranks = draw(st.sampled_from([1, 1, 2])) if keeps_all else 1
+        finer = draw(st.sampled_from([1, 1, 2]))
+        return replace(config, **draw(_draft_reads(config)), finer=finer, prefill_ranks=ranks)
+    if family == "encoder":
+        groups = [draw(group_of("full", 1)), Group("cross_attention", draw(st.sampled_from([2, 4])), True, 8, False)]
+        return draw(_around(tuple(draw(st.permutations(groups))), 1, caching=[False]))
+    dcp = draw(st.sampled_from([1, 1, 1, 2]))
+    groups = [draw(group_of(draw(st.sampled_from(["full", "windows", "mla"])), dcp))]
+    if family == "odd":
+        groups += draw(st.lists(odd_group(dcp), min_size=1, max_size=2))
+        return draw(_around(tuple(draw(st.permutations(groups))), dcp))
+    groups += draw(st.lists(st.one_of(group_of("full", dcp), odd_group(dcp)), max_size=1))
+    mode = draw(st.sampled_from(["align", "align", "align", "all", "none"]))
+    block_size = draw(st.sampled_from([8, 16]))
+    state = Group(
+        kind="mamba",
+        block_size=block_size,
+        sharded=False,
+        width=8,
+        is_eagle=False,
+        mode=mode,
+        drafts=draw(st.sampled_from([0, 0, 1, 2])),
+        checkpoint=draw(st.sampled_from([None, 1, 2, 4])) if mode == "align" else None,
+    )
+    groups += [state] * draw(st.integers(1, 2))
+    if draw(st.booleans()):
+        # What vLLM brings about by padding: all blocks span the same tokens.
+        groups = [replace(group, block_size=block_size) for group in groups if group.kind != "circular_buffer"]
+    alone = draw(st.integers(0, 9)) == 0
+    config = draw(_around((state,) if alone else tuple(draw(st.permutations(groups))), dcp))
+    if mode != "align" and config.enable_caching and len({*config.spans}) > 1:
+        # vLLM takes hashes of the least common multiple then, which no block of less tokens has.
+        return replace(config, enable_caching=False)
+    return config
+
+
+@st.composite
+def odd_group(draw: st.DrawFn, dcp: int) -> Group:
+    """A window that is not shared or keeps more than it needs, a reference window, or a buffer."""
+    kind = draw(st.sampled_from(["sliding_window", "sliding_window", "reference_window", "circular_buffer"]))
+    windowed = kind != "circular_buffer"
+    return Group(
+        kind=kind,
+        block_size=draw(st.sampled_from([2, 4, 8])),
+        sharded=dcp == 1 or kind == "reference_window",
+        width=8,
+        is_eagle=False,
+        local=draw(st.sampled_from([1, 3, 5, 9, 30])) if windowed else None,
+        extra=draw(st.sampled_from([0, 1, 5])) if kind == "sliding_window" else 0,
+        replayed=kind == "sliding_window" and draw(st.booleans()),
+    )
+
+
+@st.composite
+def _draft_reads(draw: st.DrawFn, config: Config) -> dict[str, Any]:
+    """A draft model of several modules, where its lookahead is not longer than what hits leave it."""
+    if not config.use_eagle:
+        return {}
+    if any(group.mode == "align" for group in config.groups):
+        # With more, vLLM publishes states of other tokens than those it names.
+        return {"lookahead": draw(st.sampled_from([0, 1]))}
+    return {"lookahead": min(draw(st.sampled_from([0, 0, 1, 2, 3])), math.lcm(*config.spans))}
+
+
+@st.composite
+def _around(draw: st.DrawFn, groups: tuple[Group, ...], dcp: int, caching: list[bool] | None = None) -> Config:
+    """A configuration with these groups."""
+    config = Config(
+        groups=groups,
+        num_blocks=draw(st.sampled_from([12, 24, 40, 60, 90, 160])),
+        dcp=dcp,
+        enable_caching=draw(st.sampled_from(caching or [True, True, True, False])),
+        use_eagle=draw(st.sampled_from([False, False, True])),
+        in_flight=draw(st.sampled_from([None, None, 8, 64])),
+        retention=draw(st.sampled_from([None, None, 0, 0, 1, 2])),
+        finer=draw(st.sampled_from([1, 1, 2, 4])),
+        shared_prefix=draw(st.booleans()),
+    )
+    return replace(config, **draw(_draft_reads(config)))

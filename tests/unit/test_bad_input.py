@@ -93,6 +93,10 @@ def test_keys_of_the_wrong_length(parameter: str, row: Callable[[World, Any], ob
     check_refused(lambda world: row(world, bytes(value)), ConfigError, parameter, "1 to 40", f"got {value}")
 
 
+def of_kind(kind: str, **options: Any) -> GroupSpec:
+    return GroupSpec(kind, 4, [LayerSpec(kind, 8)], **options)
+
+
 # Strings and flags.
 
 TEXTS: list[tuple[str, Callable[[World, Any], object]]] = [
@@ -103,21 +107,32 @@ TEXTS: list[tuple[str, Callable[[World, Any], object]]] = [
     ("request_id", lambda w, v: w.c.release_skipped(v, 8)),
     ("request_id", lambda w, v: w.c.free(v)),
     ("request_id", lambda w, v: w.c.block_ids(v)),
+    ("request_id", lambda w, v: w.c.take_final_states(v, 8)),
+    ("request_id", lambda w, v: w.c.note_unwritten(v, 8)),
+    ("request_id", lambda w, v: w.c.checkpoint(v, 0)),
+    ("mamba_cache_mode", lambda _, v: of_kind("mamba", mamba_cache_mode=v)),
     ("algo", lambda _, v: hash_blocks([1], 1, algo=v, none_hash=ROOT)),
     ("algo", lambda _, v: none_hash(v)),
     ("seed", lambda _, v: none_hash(seed=v)),
 ]
+OPTIONAL = [TEXTS[-1][1], dict(TEXTS)["mamba_cache_mode"]]
 FLAGS: list[tuple[str, Callable[[World, Any], object]]] = [
     ("is_eagle", lambda _, v: GroupSpec("full", 4, [], is_eagle=v)),
     ("enable_caching", lambda _, v: pair_config(enable_caching=v)),
     ("use_eagle", lambda _, v: pair_config(use_eagle=v)),
     ("enable_events", lambda _, v: pair_config(enable_events=v)),
+    ("prefix_cacheable", lambda _, v: of_kind("sliding_window", sliding_window=8, prefix_cacheable=v)),
+    ("publishes_shared_prefix", lambda _, v: pair_config(publishes_shared_prefix=v)),
+    ("notes_new_blocks", lambda _, v: pair_config(notes_new_blocks=v)),
+    ("notes_uses", lambda _, v: pair_config(notes_uses=v)),
+    ("is_in_flight", lambda w, v: w.c.take_final_states("a", 8, is_in_flight=v)),
+    ("capped", lambda w, v: w.c.blocks_needed("a", 8, capped=v)),
     ("enable_caching", lambda _, v: BlockPool(4, v)),
     ("include_mtp", lambda _, v: model(include_mtp=v)),
 ]
 
 
-@table(TEXTS, [None, 5, True, 1.0, b"a", ["a"], ("a",)], lambda row, value: value is None and row is TEXTS[-1][1])
+@table(TEXTS, [None, 5, True, 1.0, b"a", ["a"], ("a",)], lambda row, value: value is None and row in OPTIONAL)
 def test_strings_of_the_wrong_type(parameter: str, row: Callable[[World, Any], object], value: object) -> None:
     check_refused(lambda world: row(world, value), ArgumentTypeError, parameter, repr(value))
 
@@ -135,6 +150,8 @@ def test_flags_of_the_wrong_type(parameter: str, row: Callable[[World, Any], obj
 # Objects.
 
 LISTS: list[tuple[str, Callable[[World, Any], object]]] = [
+    ("lookup_classes", lambda _, v: pair_config(lookup_classes=v)),
+    ("uncleared_groups", lambda w, v: w.c.allocate_slots("b", 8, uncleared_groups=v)),
     ("layers", lambda _, v: GroupSpec("full", 4, v)),
     ("groups", lambda _, v: pair_config(groups=v)),
     ("groups", lambda _, v: plan(groups=v)),
@@ -145,34 +162,24 @@ OBJECTS: list[tuple[str, Callable[[World, Any], object]]] = [
 ]
 
 
-@table([*LISTS, *OBJECTS], [None, 5, True, "full", b"full", 1.0], lambda row, v: v is None and row is OBJECTS[1][1])
+NOT_NEEDED = [OBJECTS[1][1], LISTS[0][1], LISTS[1][1]]
+
+
+@table([*LISTS, *OBJECTS], [None, 5, True, "full", b"full", 1.0], lambda row, v: v is None and row in NOT_NEEDED)
 def test_objects_of_the_wrong_type(parameter: str, row: Callable[[World, Any], object], value: object) -> None:
     check_refused(lambda world: row(world, value), ArgumentTypeError, parameter, repr(value))
 
 
-@table(LISTS, [None, 5, "full", [LayerSpec("x", 8)], [PAIR[0]], pair_config()])
+@table(
+    LISTS,
+    [None, 5, "full", [LayerSpec("x", 8)], [PAIR[0]], pair_config()],
+    lambda row, v: v == 5 and row in NOT_NEEDED,
+)
 def test_items_of_the_wrong_type(parameter: str, row: Callable[[World, Any], object], value: object) -> None:
     check_refused(lambda world: row(world, [value]), ArgumentTypeError, f"{parameter}[0]", repr(value)[:80])
 
 
 # All else.
-
-
-def of_kind(kind: str, **options: Any) -> GroupSpec:
-    return GroupSpec(kind, 4, [LayerSpec(kind, 8)], **options)
-
-
-NOT_SUPPORTED = [
-    of_kind("mamba"),
-    of_kind("cross_attention"),
-]
-
-
-@pytest.mark.parametrize("group", NOT_SUPPORTED, ids=lambda group: group.kind)
-def test_kinds_that_are_not_supported_yet(group: GroupSpec) -> None:
-    words = ("group 2", group.kind, "not supported")
-    check_refused(lambda _: Coordinator(pair_config(groups=[*PAIR, group])), ConfigError, *words)
-    check_refused(lambda _: plan(groups=[*PAIR, group]), ConfigError, *words)
 
 
 WIDE = [GroupSpec("full", 2**32 - at, [LayerSpec(f"{at}", 8)], kv_shards=1) for at in (1, 2, 3)]
@@ -185,6 +192,22 @@ OTHERS: dict[str, tuple[Callable[[World], object], type[LockstepKVError], tuple[
     "chunk of mla": (lambda _: of_kind("mla", attention_chunk_size=8), ConfigError, ("attention_chunk_size", "8")),
     "no window": (lambda _: of_kind("sliding_window"), ConfigError, ("sliding_window is missing",)),
     "no chunk": (lambda _: of_kind("chunked_local"), ConfigError, ("attention_chunk_size is missing",)),
+    "unknown mode": (lambda _: of_kind("mamba", mamba_cache_mode="some"), ConfigError, ('"some"', "none, all, align")),
+    "mode of full": (lambda _: of_kind("full", mamba_cache_mode="all"), ConfigError, ("mamba_cache_mode", "full")),
+    "drafts of full": (lambda _: of_kind("full", num_speculative_blocks=1), ConfigError, ("num_speculative_blocks",)),
+    "checkpoints of mode all": (
+        lambda _: of_kind("mamba", mamba_cache_mode="all", checkpoint_alignment=4),
+        ConfigError,
+        ("checkpoint_alignment", "align", "4"),
+    ),
+    "no window of the prompt": (lambda _: of_kind("reference_window"), ConfigError, ("sliding_window is missing",)),
+    "retained by full": (
+        lambda _: of_kind("full", extra_retained_tokens=3),
+        ConfigError,
+        ("extra_retained_tokens", "3"),
+    ),
+    "full that is not shared": (lambda _: of_kind("full", prefix_cacheable=False), ConfigError, ("prefix_cacheable",)),
+    "sharded buffer": (lambda _: of_kind("circular_buffer", kv_shards=2), ConfigError, ("kv_shards 2",)),
     "sharded state": (lambda _: of_kind("mamba", kv_shards=2), ConfigError, ("mamba", "kv_shards 2")),
     "sharded encoder": (lambda _: of_kind("cross_attention", kv_shards=2), ConfigError, ("kv_shards 2",)),
     "too many bytes": (
@@ -212,6 +235,29 @@ OTHERS: dict[str, tuple[Callable[[World], object], type[LockstepKVError], tuple[
         ConfigError,
         (str(2**64 - 1), str(2**64 * 8)),
     ),
+    "two modes": (
+        lambda _: pair_config(groups=[of_kind("mamba"), of_kind("mamba", mamba_cache_mode="all")]),
+        ConfigError,
+        ("mamba_cache_mode", '"none"', '"all"'),
+    ),
+    "shared encoder": (lambda _: pair_config(groups=[of_kind("cross_attention")]), ConfigError, ("enable_caching",)),
+    "unplanned encoder": (
+        lambda _: plan(groups=[of_kind("cross_attention")]),
+        ConfigError,
+        ("max_encoder_tokens", "got 0"),
+    ),
+    "too few classes": (lambda _: pair_config(lookup_classes=[0]), ConfigError, ("lookup_classes", "2", "got 1")),
+    "classes of two kinds": (
+        lambda _: pair_config(groups=[of_kind("full"), of_kind("mamba")], dcp_world_size=1, lookup_classes=[0, 0]),
+        ConfigError,
+        ("lookup_classes", "groups 0 and 1"),
+    ),
+    "long lookahead": (
+        lambda _: pair_config(use_eagle=True, num_prefill_lookahead=9),
+        ConfigError,
+        ("num_prefill_lookahead", "8", "got 9"),
+    ),
+    "odd interval": (lambda w: w.c.set_retention_interval(12), ConfigError, ("retention_interval", "8", "12")),
     # Hashes.
     "unknown algorithm": (lambda _: hash_blocks([1], 1, algo="md5", none_hash=ROOT), ConfigError, ('"md5"', "xxhash")),
     "tokens of bytes": (lambda _: hash_blocks(b"abc", 1, none_hash=ROOT), ArgumentTypeError, ("b'abc'",)),
@@ -249,6 +295,13 @@ OTHERS: dict[str, tuple[Callable[[World], object], type[LockstepKVError], tuple[
         ("hit of 8", str(2**64 - 1), "20"),
     ),
     "too few hashes": (lambda w: w.c.cache("a", HASHES[:2], 24), ConfigError, ("2 hashes", "3 are needed")),
+    "blocks of a group that is not there": (
+        lambda w: w.c.allocate_slots("b", 8, uncleared_groups=[2]),
+        ConfigError,
+        ("group 2", "2 groups"),
+    ),
+    "checkpoint unknown": (lambda w: w.c.checkpoint("nobody", 0), UnknownRequestError, ('"nobody"',)),
+    "note_unwritten unknown": (lambda w: w.c.note_unwritten("nobody", 0), UnknownRequestError, ('"nobody"',)),
     # References and pins.
     "double release": (lambda w: w.p.release([1, 2, 1]), DoubleFreeError, ("block 1", "2 times", "has 1")),
     "release of a free block": (lambda w: w.p.release([2, 4]), DoubleFreeError, ("block 4", "1 times", "has 0")),

@@ -49,6 +49,14 @@ def slots(**options: Any) -> object:
     return slot_mapping(**{**good, **options})
 
 
+def window(**options: Any) -> object:
+    return GroupSpec("sliding_window", 4, [], sliding_window=8, **options)
+
+
+def state(**options: Any) -> object:
+    return GroupSpec("mamba", 4, [], mamba_cache_mode="align", **options)
+
+
 SIZE = 2**31 - 1
 INTS: list[tuple[str, Int]] = [
     ("page_bytes", Int(lambda _, v: LayerSpec("x", v), 1)),
@@ -59,6 +67,13 @@ INTS: list[tuple[str, Int]] = [
         "attention_chunk_size",
         Int(lambda _, v: GroupSpec("chunked_local", 4, [], attention_chunk_size=v), 1, 2**32 - 1, none=True),
     ),
+    ("extra_retained_tokens", Int(lambda _, v: window(extra_retained_tokens=v), 0, 2**32 - 1)),
+    ("num_speculative_blocks", Int(lambda _, v: state(num_speculative_blocks=v), 0, 2**32 - 1)),
+    ("checkpoint_alignment", Int(lambda _, v: state(checkpoint_alignment=v), 1, 2**32 - 1, none=True)),
+    ("num_prefill_lookahead", Int(lambda _, v: pair_config(num_prefill_lookahead=v), 0)),
+    ("retention_interval", Int(lambda _, v: pair_config(retention_interval=v), 0, 2**63, none=True)),
+    ("max_in_flight_tokens", Int(lambda _, v: pair_config(max_in_flight_tokens=v), 0, none=True)),
+    ("lookup_classes[0]", Int(lambda _, v: pair_config(lookup_classes=[v, 0]), 0, 2**32 - 1)),
     ("dcp_world_size", Int(lambda _, v: PAIR[0].resolved_kv_shards(v), 1, 2**32 - 1)),
     ("dcp_world_size", Int(lambda _, v: PAIR[0].tokens_per_block(v), 1, 2**32 - 1)),
     ("num_blocks", Int(lambda _, v: pair_config(num_blocks=v), 1, 2**27)),
@@ -69,6 +84,18 @@ INTS: list[tuple[str, Int]] = [
     ("num_tokens", Int(lambda w, v: w.c.allocate("b", v), 1, MAX_LEN)),
     ("external", Int(lambda w, v: w.c.allocate("b", MAX_LEN, num_external_tokens=v), 0, MAX_LEN)),
     ("reserved_blocks", Int(lambda w, v: w.c.allocate("b", 1, reserved_blocks=v), 0)),
+    ("num_encoder_tokens", Int(lambda w, v: w.c.allocate("b", 1, num_encoder_tokens=v), 0)),
+    ("main_tokens", Int(lambda w, v: w.c.allocate_slots("b", 1, main_tokens=v), 1, MAX_LEN, none=True)),
+    ("computed_tokens", Int(lambda w, v: w.c.allocate_slots("b", 1, computed_tokens=v), 0)),
+    ("prefill_end", Int(lambda w, v: w.c.allocate_slots("b", 1, prefill_end=v), 0)),
+    ("uncleared_groups[0]", Int(lambda w, v: w.c.allocate_slots("b", 1, uncleared_groups=[v]), 0, 1)),
+    ("num_tokens", Int(lambda w, v: w.c.blocks_needed("b", v), 0)),
+    ("start_token", Int(lambda w, v: w.c.note_unwritten("a", v), 0)),
+    ("num_computed_tokens", Int(lambda w, v: w.c.take_final_states("a", v), 0)),
+    ("group", Int(lambda w, v: w.c.checkpoint("a", v), 0, 1)),
+    ("block", Int(lambda w, v: w.c.key_tokens(v), 0, 8)),
+    ("interval", Int(lambda w, v: w.c.set_retention_interval(v), 0, 2**63, none=True)),
+    ("max_encoder_tokens", Int(lambda _, v: plan(max_encoder_tokens=v), 0)),
     ("num_tokens", Int(lambda w, v: w.c.cache("a", HASHES, v), 0, 24)),
     ("num_prompt_tokens", Int(lambda w, v: w.c.cache("a", HASHES, 1, num_prompt_tokens=v), 0, none=True)),
     ("num_computed_tokens", Int(lambda w, v: w.c.release_skipped("a", v), 0)),

@@ -6,8 +6,6 @@ has one row and so one reference per holder: where such a test would say 2, thes
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from lockstep_kv import (
@@ -227,14 +225,3 @@ def test_a_partly_replicated_indexer_moves_in_lockstep_too() -> None:
     c = Coordinator(CoordinatorConfig(groups, 9, dcp_world_size=8, max_model_len=4096))
     assert [(s.group_ids, s.tokens_per_block) for s in c.sets] == [((0, 1), 512)]
     assert c.allocate("a", 513) == ([1, 2], [1, 2])
-
-
-def test_kinds_that_are_not_supported_are_refused_by_name() -> None:
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("mamba", {}),
-        ("cross_attention", {}),
-    ]
-    for kind, options in cases:
-        group = GroupSpec(kind, 4, [LayerSpec("x", 4)], **options)
-        with pytest.raises(ConfigError, match=kind):
-            Coordinator(CoordinatorConfig([CKV, group], 9, max_model_len=64))

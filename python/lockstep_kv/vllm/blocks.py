@@ -45,6 +45,11 @@ class BlockView:
         return hashes[0] if hashes else None
 
     @property
+    def block_hash_num_tokens(self) -> int | None:
+        """Leading tokens of a request up to the end of what `block_hash` stands for; None if there is none."""
+        return self._coordinator.key_tokens(self.block_id) or None
+
+    @property
     def all_hashes(self) -> list[BlockHashWithGroupId]:
         """All hashes that the block can be found by, in the order of publication."""
         hashes: list[tuple[Any, int]] = list(self._coordinator.hashes_of(self.block_id))

@@ -5,12 +5,15 @@ They read the core's coordinator and hold no second copy of its state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+from vllm.v1.core.single_type_kv_cache_manager import CrossAttentionManager
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 
 from lockstep_kv.errors import UnknownRequestError
+from lockstep_kv.vllm.blocks import BlockView
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
@@ -18,14 +21,36 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from lockstep_kv._core import Coordinator
-    from lockstep_kv.vllm.blocks import BlockView
     from lockstep_kv.vllm.manager import LockstepKVCacheManager
     from lockstep_kv.vllm.pool_view import BlockPoolView
 
 __all__ = ["CoordinatorView", "HybridCoordinatorView", "ManagerView"]
 
+_FINE_GRAINED = ("full", "reference_window", "mamba")
+"""Kinds whose hits can end inside a block."""
 
-class _RowsOfGroup(Mapping[str, list["BlockView"]]):
+
+class _Row(Sequence[BlockView]):
+    """The blocks of a request in one group as they are when they are looked at."""
+
+    def __init__(self, read: Callable[[], list[int]], pool: BlockPoolView) -> None:
+        self._read = read
+        self._pool = pool
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getitem__(self, at: Any) -> Any:
+        ids = self._read()[at]
+        return [self._pool.blocks[block_id] for block_id in ids] if isinstance(ids, list) else self._pool.blocks[ids]
+
+
+class _RowsOfGroup(Mapping[str, _Row]):
     """The blocks of each request in one group."""
 
     def __init__(self, coordinator: Coordinator, pool: BlockPoolView, group: int) -> None:
@@ -33,12 +58,15 @@ class _RowsOfGroup(Mapping[str, list["BlockView"]]):
         self._pool = pool
         self._group = group
 
-    def __getitem__(self, request_id: str) -> list[BlockView]:
+    def __getitem__(self, request_id: str) -> _Row:
+        def read() -> list[int]:
+            return self._coordinator.block_ids(request_id)[self._group]
+
         try:
-            row = self._coordinator.block_ids(request_id)[self._group]
+            read()
         except UnknownRequestError:
             raise KeyError(request_id) from None
-        return [self._pool.blocks[block_id] for block_id in row]
+        return _Row(read, self._pool)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._coordinator.request_ids())
@@ -67,58 +95,89 @@ class _PublishedOfGroup(Mapping[str, int]):
         return self._coordinator.num_requests
 
 
+class _Checkpoints(Mapping[str, tuple[int, int]]):
+    """The states that running steps save before their ends: per request the tokens before it and its place."""
+
+    def __init__(self, coordinator: Coordinator, group: int) -> None:
+        self._coordinator = coordinator
+        self._group = group
+
+    def __getitem__(self, request_id: str) -> tuple[int, int]:
+        try:
+            found = self._coordinator.checkpoint(request_id, self._group)
+        except UnknownRequestError:
+            found = None
+        if found is None:
+            raise KeyError(request_id)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        names = self._coordinator.request_ids()
+        return (name for name in names if self._coordinator.checkpoint(name, self._group) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class ManagerView:
     """One group. Has the attributes of vLLM's `SingleTypeKVCacheManager` that other parts of vLLM use."""
 
-    supports_fine_grained_hash_lookup = True
     retains_longer_hit = False
-    has_positionally_stable_blocks = True
 
     def __init__(
-        self, coordinator: Coordinator, pool: BlockPoolView, spec: KVCacheSpec, group: int, *, drops: bool, zeroes: bool
+        self,
+        coordinator: Coordinator,
+        pool: BlockPoolView,
+        spec: KVCacheSpec,
+        group: int,
+        scheduler_block_size: int,
+        *,
+        drops: bool,
+        zeroes: bool,
     ) -> None:
         config = coordinator.config
+        ours = config.groups[group]
         self.kv_cache_spec = spec
         self.kv_cache_group_id = group
         self.block_pool = pool
         self._null_block = pool.null_block
-        self.block_size = config.groups[group].tokens_per_block(config.dcp_world_size)
+        self.block_size = ours.tokens_per_block(config.dcp_world_size)
         self.dcp_world_size = config.dcp_world_size if spec.dcp_sharded else 1
         self.pcp_world_size = 1
         self.enable_caching = config.enable_caching
         self.use_eagle = drops
-        self.records_new_block_ids = zeroes
-        self.new_block_ids: list[int] = []
+        self._kind = ours.kind
+        self._moves_blocks = ours.mamba_cache_mode == "align"
+        self._zeroes = zeroes
         self.req_to_blocks = _RowsOfGroup(coordinator, pool, group)
         self.num_cached_block = _PublishedOfGroup(coordinator, group)
+        self._checkpoints = _Checkpoints(coordinator, group)
+        # Hits across groups are multiples of this.
+        is_fine, unit = coordinator.has_fine_grained_hits, coordinator.hash_block_tokens
+        self.cache_hit_alignment_tokens = unit if is_fine else scheduler_block_size
 
-    def take_new_block_ids(self) -> list[int]:
-        """Hand out the blocks to zero that were taken since the last call."""
-        taken, self.new_block_ids = self.new_block_ids, []
-        return taken
+    @property
+    def supports_fine_grained_hash_lookup(self) -> bool:  # type: ignore[override, unused-ignore]
+        """Whether hits can end inside a block."""
+        return self._kind in _FINE_GRAINED
 
-    def take_pending_cow_copies(self) -> list[Any]:
-        """No block of full attention is copied."""
-        return []
+    @property
+    def has_positionally_stable_blocks(self) -> bool:
+        """Whether a block stays at its place: states of mode "align" move inside a row."""
+        return not self._moves_blocks
 
-    def take_pending_boundary_state_offloads(self) -> list[Any]:
-        """Full attention has no boundary states."""
-        return []
+    @property
+    def records_new_block_ids(self) -> bool:
+        """Whether new blocks are zeroed."""
+        return self._zeroes and self._kind not in ("mamba", "circular_buffer")
 
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Full attention skips nothing."""
-        del num_computed_tokens
-        return 0
 
-    def new_step_starts(self) -> None:
-        """Nothing depends on steps."""
+class CrossAttentionView(ManagerView, CrossAttentionManager):
+    """The view of a group of cross attention: vLLM's coordinators ask for this class."""
 
 
 class CoordinatorView:
     """Has the attributes and methods of vLLM's `KVCacheCoordinator` that other parts of vLLM use."""
-
-    enable_partial_hash_hits = False
-    num_reprefillable_tokens = 0
 
     def __init__(
         self,
@@ -132,29 +191,42 @@ class CoordinatorView:
         self.block_pool = manager.block_pool
         self.kv_cache_config = kv_cache_config
         self.scheduler_block_size = scheduler_block_size
-        self.hash_block_size = coordinator.hash_block_tokens
+        self.hash_block_size = manager.block_pool.hash_block_size
+        self.enable_partial_hash_hits = coordinator.has_fine_grained_hits
+        self.num_reprefillable_tokens = max(0, coordinator.config.num_prefill_lookahead - 1)
         self.dcp_world_size = coordinator.config.dcp_world_size
-        self.retention_interval = kv_cache_config.prefix_cache_retention_interval
         groups = range(len(kv_cache_config.kv_cache_groups))
         self.eagle_group_ids = {group for group in groups if coordinator.config.groups[group].is_eagle}
         if coordinator.config.use_eagle and not self.eagle_group_ids:
             self.eagle_group_ids = set(groups)
-        self.full_attention_group_id: int | None = 0
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        full = (group for group in groups if isinstance(specs[group], FullAttentionSpec))
+        self.full_attention_group_id: int | None = next(full, None)
         # Groups of one spec are looked up together, so all of them leave their last block if one is marked.
-        marked = [specs[group] for group in self.eagle_group_ids] if coordinator.config.enable_caching else []
+        found = [group for group in self.eagle_group_ids if specs[group].prefix_cacheable]
+        marked = [specs[group] for group in found] if coordinator.config.enable_caching else []
         self.single_type_managers = tuple(
-            ManagerView(
+            (CrossAttentionView if isinstance(specs[group], CrossAttentionSpec) else ManagerView)(
                 coordinator,
                 manager.block_pool,
                 specs[group],
                 group,
+                scheduler_block_size,
                 drops=specs[group] in marked,
                 zeroes=kv_cache_config.needs_kv_cache_zeroing,
             )
             for group in groups
         )
         self.group_block_sizes = tuple(view.block_size for view in self.single_type_managers)
+
+    @property
+    def retention_interval(self) -> int | None:
+        """Every how many tokens windows and states keep blocks."""
+        return self._coordinator.config.retention_interval
+
+    @retention_interval.setter
+    def retention_interval(self, interval: int | None) -> None:
+        self._coordinator.set_retention_interval(interval)
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_cache_hit_length: int
@@ -183,13 +255,17 @@ class CoordinatorView:
         prefill_end: int = 0,
     ) -> int:
         """How many free blocks the request would take to have slots for `num_tokens` tokens."""
-        del num_encoder_tokens, num_local_computed_tokens, num_tokens_main_model, prefill_end
         rows = [[block.block_id for block in row] for row in new_computed_blocks]
-        hit = None
-        if any(rows):
-            hit = self._coordinator.hit_of(rows, len(rows[0]) * self.single_type_managers[0].block_size)
+        hit = self._coordinator.hit_of(rows, num_local_computed_tokens) if any(rows) else None
         return self._coordinator.blocks_needed(
-            request_id, num_tokens, hit=hit, computed_tokens=total_computed_tokens, capped=apply_admission_cap
+            request_id,
+            num_tokens,
+            main_tokens=num_tokens_main_model,
+            num_encoder_tokens=num_encoder_tokens,
+            hit=hit,
+            computed_tokens=total_computed_tokens,
+            prefill_end=prefill_end,
+            capped=apply_admission_cap,
         )
 
     def get_blocks(self, request_id: str) -> tuple[list[BlockView], ...]:
@@ -220,7 +296,8 @@ class CoordinatorView:
         return done
 
     def new_step_starts(self) -> None:
-        """Nothing depends on steps."""
+        """Tell that a step begins."""
+        self._manager.new_step_starts()
 
     def _views(self, rows: Any) -> tuple[list[BlockView], ...]:
         blocks = self.block_pool.blocks

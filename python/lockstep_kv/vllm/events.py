@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.request import Request
 
-    from lockstep_kv._core import Coordinator
+    from lockstep_kv._core import Coordinator, PrefixHit
 
 __all__ = ["EventQueue"]
 
@@ -56,9 +56,12 @@ class EventQueue:
                 case _:
                     self._queue.append(AllBlocksCleared())
 
-    def reused(self, request: Request, num_tokens: int, spans: list[int], hash_tokens: int) -> None:
+    def reused(self, request: Request, hit: PrefixHit, spans: list[int], hash_tokens: int) -> None:
         """Report a prefix hit as if it had been stored, for requests that ask for the full report."""
-        for group, span in enumerate(spans):
+        num_tokens = hit.num_tokens
+        for group, (span, blocks) in enumerate(zip(spans, hit.block_ids, strict=True)):
+            if not blocks:
+                continue
             per_block = span // hash_tokens
             hashes: list[Any] = list(request.block_hashes[per_block - 1 : num_tokens // hash_tokens : per_block])
             if hashes:

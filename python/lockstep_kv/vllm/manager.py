@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LockstepKVCacheManager"]
 
+_KEEPS_ALL = {"full", "mla", "circular_buffer", "cross_attention"}
+"""Kinds that give nothing back before their request ends."""
 _WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -56,7 +59,6 @@ class LockstepKVCacheManager(KVCacheManager):
         enable_mamba_shared_prefix_checkpoint: bool = False,
     ) -> None:
         # The parent's constructor would make vLLM's own coordinator.
-        del enable_mamba_shared_prefix_checkpoint
         if watermark < 0:
             raise AssertionError("watermark must be non-negative")
         config = coordinator_config(
@@ -71,6 +73,8 @@ class LockstepKVCacheManager(KVCacheManager):
             enable_kv_cache_events=enable_kv_cache_events,
             dcp_world_size=dcp_world_size,
             pcp_world_size=pcp_world_size,
+            enable_mamba_shared_prefix_checkpoint=enable_mamba_shared_prefix_checkpoint,
+            metrics_collector=metrics_collector,
         )
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
@@ -79,7 +83,6 @@ class LockstepKVCacheManager(KVCacheManager):
         self.log_stats = log_stats
         self.metrics_collector = metrics_collector
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
-        self.mamba_shared_prefix_checkpoint = False
         self.retained_hit_group_ids: tuple[int, ...] = ()
         self.kv_cache_config = kv_cache_config
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
@@ -89,16 +92,18 @@ class LockstepKVCacheManager(KVCacheManager):
             for group in kv_cache_config.kv_cache_groups
         )
         self._core = Coordinator(config)
+        self.mamba_shared_prefix_checkpoint = self._core.publishes_shared_prefix
         self._events = EventQueue(self._core, self.kv_cache_event_metadata)
         self._watched = enable_kv_cache_events or metrics_collector is not None
-        self.block_pool: Any = BlockPoolView(self._core, self._events, metrics_collector)
+        self.block_pool: Any = BlockPoolView(self._core, self._events, metrics_collector, hash_block_size)
         view = HybridCoordinatorView if enable_caching and self.num_kv_cache_groups > 1 else CoordinatorView
         self.empty_kv_cache_blocks = IdBlocks(tuple([] for _ in range(self.num_kv_cache_groups)), self.block_pool)
         self.coordinator: Any = view(self, self._core, kv_cache_config, scheduler_block_size)
-        self._zeroes = kv_cache_config.needs_kv_cache_zeroing
+        kinds = {group.kind for group in config.groups}
+        self._has_states = "mamba" in kinds
         # Nothing is to be told or reserved: the calls of running requests take the short way.
-        self._can_grow = enable_caching and not (self._watched or self._zeroes or self.watermark_blocks)
-        self._drops_blocks = any(group.kind not in ("full", "mla") for group in config.groups)
+        self._can_grow = enable_caching and not (self._watched or self._has_states or self.watermark_blocks)
+        self._drops_blocks = not kinds <= _KEEPS_ALL
 
     @classmethod
     def check_covered(cls, *args: Any, **kwargs: Any) -> CoordinatorConfig:
@@ -127,8 +132,27 @@ class LockstepKVCacheManager(KVCacheManager):
             return self.empty_kv_cache_blocks, 0, boundary
         if self.enable_kv_cache_events and getattr(request, "kv_cache_report_mode", "incremental") == "full":
             spans = [view.block_size for view in self.coordinator.single_type_managers]
-            self._events.reused(request, num_tokens, spans, self._core.hash_block_tokens)
+            self._events.reused(request, hit, spans, self._core.hash_block_tokens)
         return IdBlocks(hit.block_ids, self.block_pool, hit), num_tokens, boundary
+
+    def get_computed_blocks_for_connector(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        """`get_computed_blocks` for a request of which a connector may have more, and whether states lag behind.
+
+        A connector can bring the state that a hit lacks, so that the hit is as long as that of the attention groups. It
+        does not bring what one of those lacks before that: then, unlike in vLLM, all groups are cut to what they share.
+        """
+        if self._has_states and self.enable_caching and not request.skip_reading_prefix_cache:
+            found = self._core.find_hit_per_group(request.block_hashes, request.num_tokens - 1)
+            groups = self._core.config.groups
+            of_attention = {
+                tokens
+                for group, spec, (_, tokens) in zip(groups, self.kv_cache_config.kv_cache_groups, found, strict=True)
+                if group.kind != "mamba" and spec.kv_cache_spec.prefix_cacheable
+            }
+            if len(of_attention) > 1:
+                return *self.get_computed_blocks(request), False
+        result: tuple[KVCacheBlocks, int, int, bool] = super().get_computed_blocks_for_connector(request)
+        return result
 
     def allocate_slots(
         self,
@@ -146,7 +170,6 @@ class LockstepKVCacheManager(KVCacheManager):
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
         """Give the request slots for its next tokens and publish those that are final; None if too few are free."""
-        del num_encoder_tokens
         if num_new_tokens == 0 and num_external_computed_tokens == 0 and num_new_computed_tokens == 0:
             raise ValueError("num_new_tokens must be greater than 0 when there are no computed tokens to adopt")
         limit = self.max_model_len
@@ -161,6 +184,7 @@ class LockstepKVCacheManager(KVCacheManager):
             self._can_grow
             and new_computed_blocks is None
             and not (num_external_computed_tokens or full_sequence_must_fit or reserved_blocks or delay_cache_blocks)
+            and not num_encoder_tokens
         ):
             new = self._core.grow(
                 request.request_id,
@@ -182,18 +206,31 @@ class LockstepKVCacheManager(KVCacheManager):
             options["whole_tokens"] = min(request_tokens, limit) if full_sequence_must_fit else 0
         if self._drops_blocks:
             options["processed_tokens"] = max(0, computed - request.num_in_flight_tokens)
+        if self._has_states:
+            options["main_tokens"] = num_tokens if num_tokens < limit else limit
+            options["computed_tokens"] = request.num_computed_tokens
+            # Where the scheduler sees the prefill end: a resumed request computes its output tokens anew.
+            options["prefill_end"] = max(request.num_prompt_tokens, request_tokens - 1)
         if self.enable_caching and not delay_cache_blocks:
             options["block_hashes"] = request.block_hashes
             options["cache_tokens"] = cached
-            options["num_prompt_tokens"] = request.num_prompt_tokens
             options["shared_prefix_boundary"] = request.shared_prefix_boundary
         hit = self._hit(new_computed_blocks, num_new_computed_tokens)
-        external = num_external_computed_tokens
-        new = self._core.allocate_slots(request.request_id, slots, hit=hit, num_external_tokens=external, **options)
+        new = self._core.allocate_slots(
+            request.request_id,
+            slots,
+            hit=hit,
+            num_external_tokens=num_external_computed_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
+            uncleared_groups=skip_zeroing_group_ids,
+            **options,
+        )
         if new is None:
             return None
-        if self._watched or self._zeroes:
-            self._note(request, hit, new, with_external=external > 0, skip_zeroing=skip_zeroing_group_ids)
+        if self._watched:
+            self._events.collect(request)
+            self.block_pool.tell_uses()
         return IdBlocks(new, self.block_pool) if new else self.empty_kv_cache_blocks
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -205,8 +242,11 @@ class LockstepKVCacheManager(KVCacheManager):
                 num_computed_tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 shared_prefix_boundary=request.shared_prefix_boundary,
+                computed_tokens=request.num_computed_tokens,
             )
-            self._events.collect(request)
+            if self._watched:
+                self._events.collect(request)
+                self.block_pool.tell_uses()
 
     def free(self, request: Request) -> None:
         """End a request. One that holds nothing, as it was aborted before it got blocks, is no error."""
@@ -234,16 +274,17 @@ class LockstepKVCacheManager(KVCacheManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Give back the blocks that windows and chunks do not need any more."""
-        del num_prompt_tokens
+        """Give back the blocks that windows, chunks and states do not need any more."""
         if self._drops_blocks:
             try:
-                self._core.release_skipped(request_id, processed_computed_tokens)
+                self._core.release_skipped(request_id, processed_computed_tokens, num_prompt_tokens=num_prompt_tokens)
             except UnknownRequestError:
                 return
 
     def new_step_starts(self) -> None:
-        """Nothing depends on steps."""
+        """Tell that a step begins: states that earlier ones have published can be hit now."""
+        if self._has_states:
+            self._core.new_step()
 
     # Reading.
 
@@ -277,10 +318,16 @@ class LockstepKVCacheManager(KVCacheManager):
 
     def truncate_computed_blocks(self, blocks: KVCacheBlocks, num_computed_tokens: int) -> KVCacheBlocks:
         """The part of a lookup's result that covers the first tokens, an exact number of blocks in each group."""
-        rows = []
-        for row, view in zip(blocks.get_block_ids(), self.coordinator.single_type_managers, strict=True):
+        rows: list[list[int]] = []
+        views = self.coordinator.single_type_managers
+        for row, view, group in zip(blocks.get_block_ids(), views, self.kv_cache_config.kv_cache_groups, strict=True):
+            if not group.kv_cache_spec.prefix_cacheable:
+                rows.append([])
+                continue
             count, rest = divmod(num_computed_tokens, view.block_size)
-            if rest or count > len(row):
+            # An external tier can have the state that a hit lacks.
+            may_be_short = self._core.config.groups[view.kv_cache_group_id].kind == "mamba"
+            if rest or (count > len(row) and not may_be_short):
                 raise AssertionError(f"{num_computed_tokens} tokens are no whole blocks of a hit of {len(row)} blocks")
             rows.append(row[:count])
         return IdBlocks(tuple(rows), self.block_pool) if any(rows) else self.empty_kv_cache_blocks
@@ -297,22 +344,31 @@ class LockstepKVCacheManager(KVCacheManager):
 
     def take_new_block_ids(self) -> list[int]:
         """Hand out the blocks to zero that were taken since the last call."""
-        if not self._zeroes:
-            return []
-        return [block for view in self.coordinator.single_type_managers for block in view.take_new_block_ids()]
+        return self._core.take_new_blocks()
 
-    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """No block of full attention is copied."""
-        return [], []
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """Hand the request's blocks from this token on out to be zeroed, as a load has left them unwritten."""
+        self._core.note_unwritten(request_id, start_token)
+
+    def take_kv_cache_block_copies(self) -> tuple[list[KVCacheBlockCopy], list[Any]]:
+        """Hand out the copies that the step must make, and the blocks that are held for them."""
+        copies = self._core.take_block_copies()
+        held = [self.block_pool.blocks[block_id] for _, *pair in copies for block_id in pair]
+        return [KVCacheBlockCopy(src_block_id=source, dst_block_id=copy) for _, source, copy in copies], held
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Full attention has no boundary states."""
-        return {}
+        """Hand out the states that can be stored elsewhere: per request (group, block, tokens before it)."""
+        offloads: dict[str, list[tuple[int, int, int]]] = {}
+        for request_id, group, block_id, tokens in self._core.take_state_offers() if self._has_states else ():
+            offloads.setdefault(request_id, []).append((group, block_id, tokens))
+        return offloads
 
     def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
-        """Full attention has no boundary states."""
-        del request
-        return []
+        """Take from a request that ends the states inside a block that are still as its prompt left them."""
+        offers = self._core.take_final_states(
+            request.request_id, request.num_computed_tokens, is_in_flight=request.num_in_flight_tokens != 0
+        )
+        return [(group, block_id, tokens) for _, group, block_id, tokens in offers]
 
     def _hit(self, blocks: KVCacheBlocks | None, num_tokens: int) -> PrefixHit | None:
         """The hit that a lookup's result carries, or one on the blocks that somebody put together."""
@@ -323,36 +379,3 @@ class LockstepKVCacheManager(KVCacheManager):
             ids = blocks.get_block_ids()
             hit = self._core.hit_of(ids, num_tokens) if any(ids) else None
         return hit
-
-    def _note(
-        self,
-        request: Request,
-        hit: PrefixHit | None,
-        new: tuple[list[int], ...],
-        *,
-        with_external: bool,
-        skip_zeroing: tuple[int, ...],
-    ) -> None:
-        """Tell those who watch blocks what an allocation did: hits first, then external blocks, then new ones."""
-        self._events.collect(request)
-        none: tuple[list[int], ...] = tuple([] for _ in range(self.num_kv_cache_groups))
-        hits = hit.block_ids if hit is not None else none
-        new = new or none
-        external = none
-        if hit is not None or with_external:
-            # What a window does not need of a hit, or of what is loaded, is null.
-            rows = self._core.block_ids(request.request_id)
-            ends = [len(row) - len(fresh) for row, fresh in zip(rows, new, strict=True)]
-            external = tuple(
-                list(filter(None, row[len(found) : end])) for row, found, end in zip(rows, hits, ends, strict=True)
-            )
-            hits = tuple(list(filter(None, row[: len(found)])) for row, found in zip(rows, hits, strict=True))
-        for found in hits:
-            self.block_pool.note_accessed(found)
-        for taken in (*external, *new):
-            self.block_pool.note_taken(taken)
-        if self._zeroes:
-            for group, view in enumerate(self.coordinator.single_type_managers):
-                if group not in skip_zeroing:
-                    view.new_block_ids += external[group]
-                view.new_block_ids += new[group]

@@ -58,6 +58,12 @@ class _FreeBlockQueue:
     def get_all_free_blocks(self) -> list[BlockView]:
         return [self._blocks[block_id] for block_id in self._coordinator.free_order()]
 
+    def iter_blocks_after(self, cursor: BlockView | None) -> Iterator[BlockView]:
+        """The free blocks behind the cursor, which is free itself; all if there is none."""
+        order = self._coordinator.free_order()
+        first = 0 if cursor is None else order.index(cursor.block_id) + 1
+        return (self._blocks[block_id] for block_id in order[first:])
+
 
 class _CachedBlocks:
     """Blocks by hash and group."""
@@ -100,6 +106,7 @@ class BlockPoolView:
         coordinator: Coordinator,
         events: EventQueue,
         metrics_collector: KVCacheMetricsCollector | None,
+        hash_block_size: int,
     ) -> None:
         self._coordinator = coordinator
         self._events = events
@@ -107,7 +114,7 @@ class BlockPoolView:
         self.num_gpu_blocks = coordinator.num_blocks
         self.enable_caching = coordinator.config.enable_caching
         self.enable_kv_cache_events = coordinator.config.enable_events
-        self.hash_block_size = coordinator.hash_block_tokens
+        self.hash_block_size = hash_block_size
         self.blocks = _Blocks(self, coordinator)
         self.null_block: BlockView = self.blocks[0]
         self.free_block_queue = _FreeBlockQueue(self.blocks, coordinator)
@@ -137,14 +144,14 @@ class BlockPoolView:
         if num_blocks > self.get_num_free_blocks():
             raise ValueError(f"Cannot get {num_blocks} free blocks from the pool")
         taken = self._coordinator.take_pinned(num_blocks)
-        self.note_taken(taken)
+        self.tell_uses()
         return [self.blocks[block_id] for block_id in taken]
 
     def touch(self, blocks: Sequence[BlockView]) -> None:
         """Hold these blocks; the caller gives them back with `free_blocks`."""
         ids = [block.block_id for block in blocks if not block.is_null]
         self._coordinator.pin(ids)
-        self.note_accessed(ids)
+        self.tell_uses()
 
     def free_blocks(self, ordered_blocks: Iterable[BlockView]) -> None:
         """Give back what `touch`, `get_new_blocks` or `pop_blocks_for_free` held; the first is evicted first."""
@@ -156,12 +163,9 @@ class BlockPoolView:
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget the hashes of these blocks."""
-        ids = list(block_ids)
-        self._coordinator.evict(ids)
+        self._coordinator.evict(list(block_ids))
         self._events.collect()
-        if self.metrics_collector is not None:
-            for block_id in ids:
-                self.metrics_collector.on_block_evicted(self.blocks[block_id])
+        self.tell_uses()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all hashes, if no block is held."""
@@ -176,19 +180,20 @@ class BlockPoolView:
         """Hand out the events since the last call."""
         return self._events.take()
 
-    def note_taken(self, block_ids: Iterable[int]) -> None:
-        """Tell the metrics collector of blocks that were evicted and given to somebody."""
-        if self.metrics_collector is not None:
-            for block_id in block_ids:
-                if self.enable_caching:
-                    self.metrics_collector.on_block_evicted(self.blocks[block_id])
-                self.metrics_collector.on_block_allocated(self.blocks[block_id])
-
-    def note_accessed(self, block_ids: Iterable[int]) -> None:
-        """Tell the metrics collector of blocks that were hit."""
-        if self.metrics_collector is not None:
-            for block_id in block_ids:
-                self.metrics_collector.on_block_accessed(self.blocks[block_id])
+    def tell_uses(self) -> None:
+        """Tell the metrics collector, if there is one, how blocks were used since the last call."""
+        collector = self.metrics_collector
+        if collector is None:
+            return
+        for use, block_id in self._coordinator.take_uses():
+            block = self.blocks[block_id]
+            if use == "used":
+                collector.on_block_accessed(block)
+                continue
+            if use == "dropped" or self.enable_caching:
+                collector.on_block_evicted(block)
+            if use == "taken":
+                collector.on_block_allocated(block)
 
     def __iter__(self) -> Iterator[BlockView]:
         return iter(self.blocks)

@@ -22,7 +22,7 @@ pub mod pool;
 
 pub use coordinator::{AllocateRequest, Coordinator, CoordinatorConfig, PrefixHit};
 pub use error::{Error, Result};
-pub use geometry::{GroupKind, GroupSpec, LayerSpec, Layout, LockstepSet, plan_layout};
+pub use geometry::{GroupKind, GroupSpec, LayerSpec, Layout, LockstepSet, StateMode, StateSpec, plan_layout};
 pub use hash::{hash_blocks, none_hash};
 pub use ids::{BlockId, GroupId, SetId};
 pub use offload::{OffloadIndex, StorePlan};

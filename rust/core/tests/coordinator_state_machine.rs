@@ -115,9 +115,10 @@ impl Pair {
         };
         let groups = 0..self.num_groups;
         let got = self.core.allocate(&request).map(|allocation| {
-            allocation.map(|new| groups.map(|group| new.new_ids(GroupId(group)).to_vec()).collect::<Vec<_>>())
+            allocation
+                .map(|new| groups.map(|group| new.new_ids(GroupId(group)).collect::<Vec<_>>()).collect::<Vec<_>>())
         });
-        let got = got.map(|rows| rows.map(|rows| self.by_set(|group| &rows[group.0 as usize])));
+        let got = got.map(|rows| rows.map(|rows| self.by_set(|group| rows[group.0 as usize].as_slice())));
         let expected = self.plain.allocate(ask);
         let done = assert_same(got, expected, (before, self.core.state_digest()));
         match done {
@@ -220,7 +221,7 @@ impl Pair {
                 let before = self.core.state_digest();
                 let known = self.plain.requests.contains_key(NAMES[*name]);
                 let expected = unless(if known { vec![] } else { vec![Kind::UnknownRequest] });
-                let got = self.core.release_skipped(NAMES[*name], *tokens);
+                let got = self.core.release_skipped(NAMES[*name], *tokens, None);
                 assert_same(got, expected, (before, self.core.state_digest()));
                 assert_eq!(before, self.core.state_digest(), "full attention gives nothing back");
             }

@@ -4,7 +4,7 @@ use lockstep_kv_core as core;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::args::{Given, uint, uint32};
+use crate::args::{Given, items, uint, uint32};
 use crate::errors::raise;
 use crate::geometry::{GroupSpec, groups_of};
 
@@ -14,8 +14,13 @@ use crate::geometry::{GroupSpec, groups_of};
 /// `hash_block_tokens` is the number of tokens per block hash (None = the greatest common divisor of all sets' tokens
 /// per block). With `use_eagle`, groups marked `is_eagle` (all, if none is) leave the last block of a hit to be computed
 /// again. `max_in_flight_tokens` (None = `max_model_len`) bounds what windows and chunks hold: tokens of one request that
-/// are scheduled and whose results are not in yet, at most. With `retention_interval`, windows publish the blocks before every
-/// so many tokens only, and before the ends of prompts (0 = only the latter, None = before every length that a hit can have).
+/// are scheduled and whose results are not in yet, at most. With `retention_interval`, windows and states publish the blocks
+/// before every so many tokens only, and before the ends of prompts (0 = only the latter, None = before every length that a hit
+/// can have). `num_prefill_lookahead` tokens behind a prompt's chunk are read by a draft model of several modules: all but the
+/// first may be computed again, so that the last blocks are not final yet. With `publishes_shared_prefix`, states of mode
+/// "align" are published where a shared prefix ends, even inside a block. `lookup_classes` holds a number per group, equal for
+/// those that are looked up together (None = groups of equal geometry). With `notes_new_blocks`, `take_new_blocks` tells which
+/// blocks must be cleared, and with `notes_uses`, `take_uses` how blocks are used.
 ///
 /// Raises `ConfigError` naming the value that cannot be used.
 #[pyclass(frozen, eq, module = "lockstep_kv")]
@@ -26,8 +31,8 @@ pub(crate) struct CoordinatorConfig(pub(crate) core::CoordinatorConfig);
 impl CoordinatorConfig {
     #[new]
     #[pyo3(
-        signature = (groups, num_blocks, *, dcp_world_size=Given::NO, enable_caching=Given::NO, hash_block_tokens=None, max_model_len, use_eagle=Given::NO, enable_events=Given::NO, max_in_flight_tokens=None, retention_interval=None),
-        text_signature = "(groups, num_blocks, *, dcp_world_size=1, enable_caching=True, hash_block_tokens=None, max_model_len, use_eagle=False, enable_events=False, max_in_flight_tokens=None, retention_interval=None)"
+        signature = (groups, num_blocks, *, dcp_world_size=Given::NO, enable_caching=Given::NO, hash_block_tokens=None, max_model_len, use_eagle=Given::NO, enable_events=Given::NO, max_in_flight_tokens=None, retention_interval=None, num_prefill_lookahead=Given::NO, publishes_shared_prefix=Given::NO, lookup_classes=None, notes_new_blocks=Given::NO, notes_uses=Given::NO),
+        text_signature = "(groups, num_blocks, *, dcp_world_size=1, enable_caching=True, hash_block_tokens=None, max_model_len, use_eagle=False, enable_events=False, max_in_flight_tokens=None, retention_interval=None, num_prefill_lookahead=0, publishes_shared_prefix=False, lookup_classes=None, notes_new_blocks=False, notes_uses=False)"
     )]
     fn new(
         groups: &Bound<'_, PyAny>,
@@ -40,7 +45,15 @@ impl CoordinatorConfig {
         enable_events: Given<'_>,
         max_in_flight_tokens: Option<&Bound<'_, PyAny>>,
         retention_interval: Option<&Bound<'_, PyAny>>,
+        num_prefill_lookahead: Given<'_>,
+        publishes_shared_prefix: Given<'_>,
+        lookup_classes: Option<&Bound<'_, PyAny>>,
+        notes_new_blocks: Given<'_>,
+        notes_uses: Given<'_>,
     ) -> PyResult<Self> {
+        let class = |(at, number): (usize, &Bound<'_, PyAny>)| uint32(number, &format!("lookup_classes[{at}]"));
+        let classes_of =
+            |value| items(value, "lookup_classes")?.iter().enumerate().map(class).collect::<PyResult<Vec<_>>>();
         let config = core::CoordinatorConfig {
             groups: groups_of(groups)?,
             num_blocks: uint32(num_blocks, "num_blocks")?,
@@ -52,6 +65,11 @@ impl CoordinatorConfig {
             enable_events: enable_events.flag("enable_events", false)?,
             max_in_flight_tokens: max_in_flight_tokens.map(|value| uint(value, "max_in_flight_tokens")).transpose()?,
             retention_interval: retention_interval.map(|value| uint(value, "retention_interval")).transpose()?,
+            num_prefill_lookahead: num_prefill_lookahead.uint("num_prefill_lookahead", 0)?,
+            publishes_shared_prefix: publishes_shared_prefix.flag("publishes_shared_prefix", false)?,
+            lookup_classes: lookup_classes.map(classes_of).transpose()?,
+            notes_new_blocks: notes_new_blocks.flag("notes_new_blocks", false)?,
+            notes_uses: notes_uses.flag("notes_uses", false)?,
         };
         config.validate().map_err(raise)?;
         Ok(Self(config))
@@ -111,11 +129,41 @@ impl CoordinatorConfig {
         self.0.max_in_flight_tokens
     }
 
-    /// Windows publish the blocks before every so many tokens only, and before the ends of prompts; None = before every
-    /// length that a hit can have.
+    /// Windows and states publish the blocks before every so many tokens only, and before the ends of prompts; None = before
+    /// every length that a hit can have.
     #[getter]
     fn retention_interval(&self) -> Option<u64> {
         self.0.retention_interval
+    }
+
+    /// Tokens behind a prompt's chunk that a draft model reads.
+    #[getter]
+    fn num_prefill_lookahead(&self) -> u64 {
+        self.0.num_prefill_lookahead
+    }
+
+    /// Whether states are published where a shared prefix ends inside a block.
+    #[getter]
+    fn publishes_shared_prefix(&self) -> bool {
+        self.0.publishes_shared_prefix
+    }
+
+    /// A number per group, equal for those that are looked up together; None = groups of equal geometry.
+    #[getter]
+    fn lookup_classes(&self) -> Option<Vec<u32>> {
+        self.0.lookup_classes.clone()
+    }
+
+    /// Whether blocks that must be cleared are noted.
+    #[getter]
+    fn notes_new_blocks(&self) -> bool {
+        self.0.notes_new_blocks
+    }
+
+    /// Whether the uses of blocks are noted.
+    #[getter]
+    fn notes_uses(&self) -> bool {
+        self.0.notes_uses
     }
 
     fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyTuple>, Bound<'py, PyDict>)> {
@@ -128,6 +176,11 @@ impl CoordinatorConfig {
         options.set_item("enable_events", self.0.enable_events)?;
         options.set_item("max_in_flight_tokens", self.0.max_in_flight_tokens)?;
         options.set_item("retention_interval", self.0.retention_interval)?;
+        options.set_item("num_prefill_lookahead", self.0.num_prefill_lookahead)?;
+        options.set_item("publishes_shared_prefix", self.0.publishes_shared_prefix)?;
+        options.set_item("lookup_classes", self.0.lookup_classes.clone())?;
+        options.set_item("notes_new_blocks", self.0.notes_new_blocks)?;
+        options.set_item("notes_uses", self.0.notes_uses)?;
         Ok(((self.groups(py)?, self.0.num_blocks).into_pyobject(py)?, options))
     }
 

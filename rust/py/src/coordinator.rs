@@ -3,9 +3,9 @@
 use lockstep_kv_core as core;
 use lockstep_kv_core::{BlockId, GroupId};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+use pyo3::types::{PyList, PyTuple};
 
-use crate::args::{Given, bytes, items, text, uint, uint32, wrong_type};
+use crate::args::{Given, items, text, uint, uint32, wrong_type};
 use crate::config::CoordinatorConfig;
 use crate::errors::{config_error, raise};
 use crate::events::list_of_events;
@@ -19,12 +19,12 @@ use crate::lists::{HashList, ids_of, list_of_ids, tuple_of_lists};
 /// that is not supported included.
 #[pyclass(module = "lockstep_kv")]
 #[derive(Debug)]
-pub(crate) struct Coordinator(core::Coordinator);
+pub(crate) struct Coordinator(pub(crate) core::Coordinator);
 
 /// Every call first reads its arguments, then borrows the coordinator and copies what it needs out of it, and only then
 /// makes Python objects: making them may run finalizers, which may call the coordinator again.
 impl Coordinator {
-    fn num_groups(&self) -> usize {
+    pub(crate) fn num_groups(&self) -> usize {
         self.0.config().groups.len()
     }
 
@@ -54,11 +54,10 @@ impl Coordinator {
 
 /// What an allocation added, one row per group. No rows if nothing is new, as is so for most calls of running requests.
 fn new_rows(new: &core::coordinator::Allocation<'_>, num_groups: usize) -> Vec<Vec<BlockId>> {
-    let groups = || (0_u32..).map(GroupId).take(num_groups);
-    if groups().all(|group| new.new_ids(group).is_empty()) {
+    if new.is_empty() {
         return Vec::new();
     }
-    groups().map(|group| new.new_ids(group).to_vec()).collect()
+    (0_u32..).map(GroupId).take(num_groups).map(|group| new.new_ids(group).collect()).collect()
 }
 
 /// What is to be published, from Python's arguments.
@@ -66,12 +65,26 @@ fn publication(
     num_tokens: &Bound<'_, PyAny>,
     num_prompt_tokens: Option<&Bound<'_, PyAny>>,
     shared_prefix_boundary: Given<'_>,
+    computed_tokens: Given<'_>,
 ) -> PyResult<core::coordinator::Publication> {
     Ok(core::coordinator::Publication {
         num_tokens: uint(num_tokens, "num_tokens")?,
         num_prompt_tokens: num_prompt_tokens.map(|value| uint(value, "num_prompt_tokens")).transpose()?,
         shared_prefix_boundary: shared_prefix_boundary.uint("shared_prefix_boundary", 0)?,
+        computed_tokens: computed_tokens.uint("computed_tokens", 0)?,
     })
+}
+
+/// An optional number.
+fn optional_uint(value: Option<&Bound<'_, PyAny>>, name: &str) -> PyResult<Option<u64>> {
+    value.map(|value| uint(value, name)).transpose()
+}
+
+/// Groups by number.
+fn group_ids(value: Option<&Bound<'_, PyAny>>, name: &str) -> PyResult<Vec<GroupId>> {
+    let Some(value) = value else { return Ok(Vec::new()) };
+    let groups = items(value, name)?;
+    groups.iter().enumerate().map(|(at, group)| uint32(group, &format!("{name}[{at}]")).map(GroupId)).collect()
 }
 
 #[pymethods]
@@ -101,6 +114,18 @@ impl Coordinator {
     #[getter]
     fn hash_block_tokens(&self) -> u64 {
         self.0.hash_block_tokens()
+    }
+
+    /// Whether hits may end inside blocks, at any block hash.
+    #[getter]
+    fn has_fine_grained_hits(&self) -> bool {
+        self.0.has_fine_grained_hits()
+    }
+
+    /// Whether states are published where a shared prefix ends inside a block: if that was asked for and can be.
+    #[getter]
+    fn publishes_shared_prefix(&self) -> bool {
+        self.0.publishes_shared_prefix()
     }
 
     /// Blocks, the null block included.
@@ -145,11 +170,12 @@ impl Coordinator {
     /// Give a request slots for `num_tokens` tokens in all, speculative ones included.
     ///
     /// A name that holds no blocks starts a new request; only then may a `hit` and `num_external_tokens` (tokens behind
-    /// the hit that an external tier will load) be given. `reserved_blocks` free blocks must be left over. Returns the new
-    /// ids per group, those of the hit and of external tokens left out, or None if too few blocks are free.
+    /// the hit that an external tier will load) be given. `num_encoder_tokens` are those of an encoder, for cross attention.
+    /// `reserved_blocks` free blocks must be left over. Returns the new ids per group, those of the hit and of external tokens
+    /// left out, or None if too few blocks are free, or if the hit ends with a state that this step has yet to write.
     #[pyo3(
-        signature = (request_id, num_tokens, *, hit=None, num_external_tokens=Given::NO, reserved_blocks=Given::NO),
-        text_signature = "($self, request_id, num_tokens, *, hit=None, num_external_tokens=0, reserved_blocks=0)"
+        signature = (request_id, num_tokens, *, hit=None, num_external_tokens=Given::NO, reserved_blocks=Given::NO, num_encoder_tokens=Given::NO),
+        text_signature = "($self, request_id, num_tokens, *, hit=None, num_external_tokens=0, reserved_blocks=0, num_encoder_tokens=0)"
     )]
     fn allocate<'py>(
         slf: &Bound<'py, Self>,
@@ -158,14 +184,14 @@ impl Coordinator {
         hit: Option<&Bound<'py, PyAny>>,
         num_external_tokens: Given<'py>,
         reserved_blocks: Given<'py>,
+        num_encoder_tokens: Given<'py>,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let ask = core::AllocateRequest {
-            request_id: text(request_id, "request_id")?,
-            num_tokens: uint(num_tokens, "num_tokens")?,
             hit: hit_of(hit)?,
             num_external_tokens: num_external_tokens.uint("num_external_tokens", 0)?,
             reserved_blocks: reserved_blocks.uint("reserved_blocks", 0)?,
-            ..core::AllocateRequest::new("", 0)
+            encoder_tokens: num_encoder_tokens.uint("num_encoder_tokens", 0)?,
+            ..core::AllocateRequest::new(text(request_id, "request_id")?, uint(num_tokens, "num_tokens")?)
         };
         let num_groups = slf.try_borrow()?.num_groups();
         let new = Self::slots(slf, &ask, None)?;
@@ -178,47 +204,68 @@ impl Coordinator {
     /// `allocate` and then `cache`, in one call: slots for `num_tokens` tokens, and if they are there, publication of the
     /// first `cache_tokens` tokens (None = nothing) with `block_hashes`.
     ///
-    /// `whole_tokens` (0 = do not ask) must fit as well, whatever is reserved, and `watermark_blocks` free blocks must be
-    /// left over either way. What is not needed any more once `processed_tokens` are processed is given back first, and
-    /// stays so even if the slots are not there. Returns what `allocate` returns, but an empty tuple if there is nothing new.
+    /// `main_tokens` (None = `num_tokens`) leaves out what a draft model writes behind the model's own tokens: states are kept
+    /// for these only. `whole_tokens` (0 = do not ask) must fit as well, whatever is reserved, and `watermark_blocks` free
+    /// blocks must be left over either way. What is not needed any more once `processed_tokens` are processed is given back
+    /// first, and stays so even if the slots are not there. `computed_tokens` are those before this step, `prefill_end` is where
+    /// the prefill ends (0 = not known), and blocks that are loaded need not be cleared in `uncleared_groups`. Returns what
+    /// `allocate` returns, but an empty tuple if there is nothing new.
     #[pyo3(
-        signature = (request_id, num_tokens, *, hit=None, num_external_tokens=Given::NO, reserved_blocks=Given::NO, watermark_blocks=Given::NO, whole_tokens=Given::NO, processed_tokens=Given::NO, block_hashes=None, cache_tokens=None, num_prompt_tokens=None, shared_prefix_boundary=Given::NO),
-        text_signature = "($self, request_id, num_tokens, *, hit=None, num_external_tokens=0, reserved_blocks=0, watermark_blocks=0, whole_tokens=0, processed_tokens=0, block_hashes=None, cache_tokens=None, num_prompt_tokens=None, shared_prefix_boundary=0)"
+        signature = (request_id, num_tokens, *, main_tokens=None, num_encoder_tokens=Given::NO, hit=None, num_external_tokens=Given::NO, uncleared_groups=None, reserved_blocks=Given::NO, watermark_blocks=Given::NO, whole_tokens=Given::NO, processed_tokens=Given::NO, computed_tokens=Given::NO, prefill_end=Given::NO, block_hashes=None, cache_tokens=None, num_prompt_tokens=None, shared_prefix_boundary=Given::NO),
+        text_signature = "($self, request_id, num_tokens, *, main_tokens=None, num_encoder_tokens=0, hit=None, num_external_tokens=0, uncleared_groups=None, reserved_blocks=0, watermark_blocks=0, whole_tokens=0, processed_tokens=0, computed_tokens=0, prefill_end=0, block_hashes=None, cache_tokens=None, num_prompt_tokens=None, shared_prefix_boundary=0)"
     )]
     fn allocate_slots<'py>(
         slf: &Bound<'py, Self>,
         request_id: &Bound<'py, PyAny>,
         num_tokens: &Bound<'py, PyAny>,
+        main_tokens: Option<&Bound<'py, PyAny>>,
+        num_encoder_tokens: Given<'py>,
         hit: Option<&Bound<'py, PyAny>>,
         num_external_tokens: Given<'py>,
+        uncleared_groups: Option<&Bound<'py, PyAny>>,
         reserved_blocks: Given<'py>,
         watermark_blocks: Given<'py>,
         whole_tokens: Given<'py>,
         processed_tokens: Given<'py>,
+        computed_tokens: Given<'py>,
+        prefill_end: Given<'py>,
         block_hashes: Option<&Bound<'py, PyAny>>,
         cache_tokens: Option<&Bound<'py, PyAny>>,
         num_prompt_tokens: Option<&Bound<'py, PyAny>>,
         shared_prefix_boundary: Given<'py>,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let uncleared_groups = group_ids(uncleared_groups, "uncleared_groups")?;
+        let num_prompt_tokens = optional_uint(num_prompt_tokens, "num_prompt_tokens")?;
         let ask = core::AllocateRequest {
             request_id: text(request_id, "request_id")?,
             num_tokens: uint(num_tokens, "num_tokens")?,
+            main_tokens: optional_uint(main_tokens, "main_tokens")?,
+            encoder_tokens: num_encoder_tokens.uint("num_encoder_tokens", 0)?,
             hit: hit_of(hit)?,
             num_external_tokens: num_external_tokens.uint("num_external_tokens", 0)?,
+            uncleared_groups: &uncleared_groups,
             reserved_blocks: reserved_blocks.uint("reserved_blocks", 0)?,
             watermark_blocks: watermark_blocks.uint("watermark_blocks", 0)?,
             whole_tokens: whole_tokens.uint("whole_tokens", 0)?,
             processed_tokens: processed_tokens.uint("processed_tokens", 0)?,
+            computed_tokens: computed_tokens.uint("computed_tokens", 0)?,
+            num_prompt_tokens,
+            prefill_end: prefill_end.uint("prefill_end", 0)?,
         };
         let Some(cache_tokens) = cache_tokens else { return Self::slots(slf, &ask, None) };
         let Some(hashes) = block_hashes else { return Err(config_error("cache_tokens needs block_hashes".into())) };
         let hashes = HashList::new(hashes, "block_hashes")?;
-        let publication = publication(cache_tokens, num_prompt_tokens, shared_prefix_boundary)?;
+        let publication = core::coordinator::Publication {
+            num_tokens: uint(cache_tokens, "cache_tokens")?,
+            num_prompt_tokens,
+            shared_prefix_boundary: shared_prefix_boundary.uint("shared_prefix_boundary", 0)?,
+            computed_tokens: ask.computed_tokens,
+        };
         Self::slots(slf, &ask, Some((&hashes, &publication)))
     }
 
-    /// `allocate_slots` for a running request that nothing is reserved for: by far the most frequent call, with arguments by
-    /// place because names take time.
+    /// `allocate_slots` for a running request that nothing is reserved for, and that keeps no states: by far the most
+    /// frequent call, with arguments by place because names take time.
     #[pyo3(signature = (request_id, num_tokens, processed_tokens, block_hashes, cache_tokens, num_prompt_tokens, shared_prefix_boundary, /))]
     fn grow<'py>(
         slf: &Bound<'py, Self>,
@@ -230,49 +277,60 @@ impl Coordinator {
         num_prompt_tokens: &Bound<'py, PyAny>,
         shared_prefix_boundary: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let num_prompt_tokens = Some(uint(num_prompt_tokens, "num_prompt_tokens")?);
         let ask = core::AllocateRequest {
             processed_tokens: uint(processed_tokens, "processed_tokens")?,
+            num_prompt_tokens,
             ..core::AllocateRequest::new(text(request_id, "request_id")?, uint(num_tokens, "num_tokens")?)
         };
         let hashes = HashList::new(block_hashes, "block_hashes")?;
         let publication = core::coordinator::Publication {
             num_tokens: uint(cache_tokens, "cache_tokens")?,
-            num_prompt_tokens: Some(uint(num_prompt_tokens, "num_prompt_tokens")?),
+            num_prompt_tokens,
             shared_prefix_boundary: uint(shared_prefix_boundary, "shared_prefix_boundary")?,
+            computed_tokens: 0,
         };
         Self::slots(slf, &ask, Some((&hashes, &publication)))
     }
 
-    /// How many free blocks a request would take to have slots for `num_tokens` tokens, idle blocks of a hit included.
+    /// How many free blocks a request must find to have slots for `num_tokens` tokens, idle blocks of a hit included.
     ///
-    /// `computed_tokens`: what a new request finds or has loaded. `capped`: windows and chunks count for what they hold at
-    /// most at a time.
+    /// `main_tokens` and `num_encoder_tokens` as for `allocate_slots`; `computed_tokens`: what is computed, found or loaded;
+    /// `capped`: windows and chunks count for what they hold at most at a time.
     #[pyo3(
-        signature = (request_id, num_tokens, *, hit=None, computed_tokens=Given::NO, capped=Given::NO),
-        text_signature = "($self, request_id, num_tokens, *, hit=None, computed_tokens=0, capped=False)"
+        signature = (request_id, num_tokens, *, main_tokens=None, num_encoder_tokens=Given::NO, hit=None, computed_tokens=Given::NO, prefill_end=Given::NO, capped=Given::NO),
+        text_signature = "($self, request_id, num_tokens, *, main_tokens=None, num_encoder_tokens=0, hit=None, computed_tokens=0, prefill_end=0, capped=False)"
     )]
     fn blocks_needed(
         &self,
         request_id: &Bound<'_, PyAny>,
         num_tokens: &Bound<'_, PyAny>,
+        main_tokens: Option<&Bound<'_, PyAny>>,
+        num_encoder_tokens: Given<'_>,
         hit: Option<&Bound<'_, PyAny>>,
         computed_tokens: Given<'_>,
+        prefill_end: Given<'_>,
         capped: Given<'_>,
     ) -> PyResult<usize> {
-        let (num_tokens, capped) = (uint(num_tokens, "num_tokens")?, capped.flag("capped", false)?);
-        let computed = computed_tokens.uint("computed_tokens", 0)?;
-        let request_id = text(request_id, "request_id")?;
-        self.0.blocks_needed(request_id, num_tokens, hit_of(hit)?, computed, capped).map_err(raise)
+        let ask = core::AllocateRequest {
+            main_tokens: optional_uint(main_tokens, "main_tokens")?,
+            encoder_tokens: num_encoder_tokens.uint("num_encoder_tokens", 0)?,
+            hit: hit_of(hit)?,
+            computed_tokens: computed_tokens.uint("computed_tokens", 0)?,
+            prefill_end: prefill_end.uint("prefill_end", 0)?,
+            ..core::AllocateRequest::new(text(request_id, "request_id")?, uint(num_tokens, "num_tokens")?)
+        };
+        self.0.blocks_needed(&ask, capped.flag("capped", false)?).map_err(raise)
     }
 
     /// Publish the full blocks of the first `num_tokens` tokens of a request that are not published yet.
     ///
     /// With `num_prompt_tokens`, sets whose blocks span several hashes also publish the last whole hash of the prompt if
-    /// it ends inside a block, as vLLM does. Windows that keep only some of their blocks keep those before the prompt's end
-    /// and before `shared_prefix_boundary`.
+    /// it ends inside a block, as vLLM does. Windows and states that keep only some of their blocks keep those before the
+    /// prompt's end and before `shared_prefix_boundary`. `computed_tokens` are those before this step.
     #[pyo3(
-        signature = (request_id, block_hashes, num_tokens, *, num_prompt_tokens=None, shared_prefix_boundary=Given::NO),
-        text_signature = "($self, request_id, block_hashes, num_tokens, *, num_prompt_tokens=None, shared_prefix_boundary=0)"
+        signature = (request_id, block_hashes, num_tokens, *, num_prompt_tokens=None, shared_prefix_boundary=Given::NO, computed_tokens=Given::NO),
+        text_signature = "($self, request_id, block_hashes, num_tokens, *, num_prompt_tokens=None, shared_prefix_boundary=0, computed_tokens=0)"
     )]
     fn cache(
         slf: &Bound<'_, Self>,
@@ -281,22 +339,27 @@ impl Coordinator {
         num_tokens: &Bound<'_, PyAny>,
         num_prompt_tokens: Option<&Bound<'_, PyAny>>,
         shared_prefix_boundary: Given<'_>,
+        computed_tokens: Given<'_>,
     ) -> PyResult<()> {
         let request_id = text(request_id, "request_id")?;
         let hashes = HashList::new(block_hashes, "block_hashes")?;
-        let publication = publication(num_tokens, num_prompt_tokens, shared_prefix_boundary)?;
+        let publication = publication(num_tokens, num_prompt_tokens, shared_prefix_boundary, computed_tokens)?;
         let done = slf.try_borrow_mut()?.0.cache(request_id, &hashes, &publication);
         done.map_err(|error| hashes.raise(error))
     }
 
-    /// Give back what a request's groups no longer need once `num_computed_tokens` tokens are computed.
+    /// Give back what a request's groups no longer need once `num_computed_tokens` tokens are computed. Groups that keep the
+    /// prompt longer than what follows need `num_prompt_tokens` for that.
+    #[pyo3(signature = (request_id, num_computed_tokens, *, num_prompt_tokens=None))]
     fn release_skipped(
         &mut self,
         request_id: &Bound<'_, PyAny>,
         num_computed_tokens: &Bound<'_, PyAny>,
+        num_prompt_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let num_computed_tokens = uint(num_computed_tokens, "num_computed_tokens")?;
-        self.0.release_skipped(text(request_id, "request_id")?, num_computed_tokens).map_err(raise)
+        let num_prompt_tokens = optional_uint(num_prompt_tokens, "num_prompt_tokens")?;
+        self.0.release_skipped(text(request_id, "request_id")?, num_computed_tokens, num_prompt_tokens).map_err(raise)
     }
 
     /// End a request: its blocks are given back last first, so that the longest prefixes are evicted first.
@@ -310,89 +373,6 @@ impl Coordinator {
         let request_id = text(request_id, "request_id")?;
         let blocks = slf.try_borrow_mut()?.0.detach(request_id).map_err(raise)?;
         list_of_ids(slf.py(), &blocks)
-    }
-
-    /// The requests that hold blocks, in no order.
-    fn request_ids<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyList>> {
-        let names: Vec<String> = slf.try_borrow()?.0.request_ids().map(String::from).collect();
-        PyList::new(slf.py(), names)
-    }
-
-    /// Leading blocks of a request that need not be published any more, per group.
-    fn num_published<'py>(slf: &Bound<'py, Self>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
-        let request_id = text(request_id, "request_id")?;
-        let counts = {
-            let this = slf.try_borrow()?;
-            let groups = (0_u32..).take(this.num_groups()).map(GroupId);
-            let counts = groups.map(|group| this.0.num_published(request_id, group).map_err(raise));
-            counts.collect::<PyResult<Vec<_>>>()?
-        };
-        PyTuple::new(slf.py(), counts)
-    }
-
-    /// Leading tokens of a request up to the last that some hash stands for, the fewest over all sets: an estimate of what a
-    /// later request can hit.
-    fn findable_tokens(&self, request_id: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.0.findable_tokens(text(request_id, "request_id")?).map_err(raise)
-    }
-
-    /// A request's block ids, one list per group.
-    fn block_ids<'py>(slf: &Bound<'py, Self>, request_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyTuple>> {
-        let request_id = text(request_id, "request_id")?;
-        let rows = {
-            let this = slf.try_borrow()?;
-            let groups = (0_u32..).take(this.num_groups()).map(GroupId);
-            let rows = groups.map(|group| this.0.block_ids(request_id, group).map(<[BlockId]>::to_vec).map_err(raise));
-            rows.collect::<PyResult<Vec<_>>>()?
-        };
-        tuple_of_lists(slf.py(), &rows)
-    }
-
-    /// References to a block: one per row entry naming it, whatever the number of member groups, and one per pin.
-    fn ref_count(&self, block_id: &Bound<'_, PyAny>) -> PyResult<u32> {
-        self.0.pool().ref_count(BlockId(uint32(block_id, "block_id")?)).map_err(raise)
-    }
-
-    /// The free blocks in the order in which they will be taken.
-    fn free_order<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyList>> {
-        let blocks = slf.try_borrow()?.0.pool().free_order();
-        list_of_ids(slf.py(), &blocks)
-    }
-
-    /// The block each group would find under this hash, or None if a group has none.
-    fn lookup<'py>(slf: &Bound<'py, Self>, block_hash: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let hash = core::hash::BlockHash::new(bytes(block_hash, "block_hash")?).map_err(raise)?;
-        let blocks = slf.try_borrow()?.0.lookup(&hash);
-        blocks.map(|blocks| PyTuple::new(slf.py(), blocks.iter().map(|block| block.0).collect::<Vec<_>>())).transpose()
-    }
-
-    /// The first block published under this hash in the set of this group, or None.
-    fn lookup_in_group(&self, block_hash: &Bound<'_, PyAny>, group: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
-        let hash = core::hash::BlockHash::new(bytes(block_hash, "block_hash")?).map_err(raise)?;
-        let found = self.0.lookup_in_group(&hash, GroupId(uint32(group, "group")?)).map_err(raise)?;
-        Ok(found.map(|block| block.0))
-    }
-
-    /// The hashes a block is found by, each with the first group of its lockstep set, in the order of publication.
-    fn hashes_of<'py>(slf: &Bound<'py, Self>, block_id: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
-        let block = BlockId(uint32(block_id, "block_id")?);
-        let hashes = slf.try_borrow()?.0.hashes_of(block).map_err(raise)?;
-        let py = slf.py();
-        PyList::new(py, hashes.iter().map(|(hash, group)| (PyBytes::new(py, hash), group.0)))
-    }
-
-    /// What each group would find by itself: one pair of block ids and tokens per group.
-    fn find_hit_per_group<'py>(
-        slf: &Bound<'py, Self>,
-        block_hashes: &Bound<'py, PyAny>,
-        max_tokens: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyTuple>> {
-        let hashes = HashList::new(block_hashes, "block_hashes")?;
-        let max_tokens = uint(max_tokens, "max_tokens")?;
-        let found = slf.try_borrow()?.0.find_hit_per_group(&hashes, max_tokens);
-        let found = found.map_err(|error| hashes.raise(error))?;
-        let pairs = found.iter().map(|(blocks, tokens)| Ok((list_of_ids(slf.py(), blocks)?, *tokens)));
-        PyTuple::new(slf.py(), pairs.collect::<PyResult<Vec<_>>>()?)
     }
 
     /// A hit on blocks that the caller knows to hold a request's first `num_tokens` tokens, one list per group.
@@ -428,6 +408,12 @@ impl Coordinator {
         self.0.evict(&ids_of(block_ids, "block_ids")?).map_err(raise)
     }
 
+    /// Change the retention interval for what is published from now on. Raises `ConfigError` if hits cannot end at its
+    /// multiples.
+    fn set_retention_interval(&mut self, interval: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        self.0.set_retention_interval(optional_uint(interval, "interval")?).map_err(raise)
+    }
+
     /// Forget all keys, if no block is held. Returns whether it did; if not, nothing has changed.
     fn reset_prefix_cache(&mut self) -> bool {
         self.0.reset_prefix_cache()
@@ -437,33 +423,6 @@ impl Coordinator {
     fn take_events<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyList>> {
         let events = slf.try_borrow_mut()?.0.take_events();
         list_of_events(slf.py(), events)
-    }
-
-    /// What the coordinator has done so far, and how its blocks stand: counts by name.
-    fn stats<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
-        let this = slf.try_borrow()?;
-        let (stats, pool) = (this.0.stats(), this.0.pool());
-        let counts = [
-            ("lookups", stats.lookups),
-            ("lookup_tokens", stats.lookup_tokens),
-            ("hit_tokens", stats.hit_tokens),
-            ("allocations", stats.allocations),
-            ("refusals", stats.refusals),
-            ("taken_blocks", stats.pool.taken),
-            ("evicted_blocks", stats.pool.evicted),
-            ("published_keys", stats.pool.published),
-            ("peak_held_blocks", stats.pool.peak_held as u64),
-            ("held_blocks", pool.num_held_blocks() as u64),
-            ("free_blocks", pool.num_free_blocks() as u64),
-            ("keys", pool.num_keys() as u64),
-            ("requests", this.0.num_requests() as u64),
-        ];
-        drop(this);
-        let dict = PyDict::new(slf.py());
-        for (name, count) in counts {
-            dict.set_item(name, count)?;
-        }
-        Ok(dict)
     }
 
     /// Check the invariants over the whole state. Raises `InvariantError` naming the first that is broken.

@@ -51,9 +51,13 @@ impl LayerSpec {
 
 /// A list of layers with one cache geometry.
 ///
-/// `kind` is "full", "mla", "sliding_window", "chunked_local", "mamba" or "cross_attention"; `block_size` the tokens of
-/// one block on one rank; `kv_shards` how many distinct shards exist across the context-parallel ranks (None = one per
-/// rank, 1 = replicated); `is_eagle` whether a draft model reads the group.
+/// `kind` is "full", "mla", "sliding_window", "reference_window", "chunked_local", "mamba", "circular_buffer" or
+/// "cross_attention"; `block_size` the tokens of one block on one rank; `kv_shards` how many distinct shards exist across the
+/// context-parallel ranks (None = one per rank, 1 = replicated); `is_eagle` whether a draft model reads the group.
+/// A sliding window keeps `extra_retained_tokens` more than it attends to, and is not shared with `prefix_cacheable=False`.
+/// For mamba, `mamba_cache_mode` ("none", "all" or "align") says which states are kept, `num_speculative_blocks` how many lie
+/// behind the running one for drafts, and `checkpoint_alignment` at which distances from its start a step can save a state
+/// (None = only at its end).
 ///
 /// Raises `ConfigError` naming the field that does not fit the kind.
 #[pyclass(frozen, eq, module = "lockstep_kv")]
@@ -64,8 +68,8 @@ pub(crate) struct GroupSpec(pub(crate) core::GroupSpec);
 impl GroupSpec {
     #[new]
     #[pyo3(
-        signature = (kind, block_size, layers, *, kv_shards=None, sliding_window=None, attention_chunk_size=None, is_eagle=Given::NO),
-        text_signature = "(kind, block_size, layers, *, kv_shards=None, sliding_window=None, attention_chunk_size=None, is_eagle=False)"
+        signature = (kind, block_size, layers, *, kv_shards=None, sliding_window=None, extra_retained_tokens=Given::NO, prefix_cacheable=Given::NO, attention_chunk_size=None, mamba_cache_mode=None, num_speculative_blocks=Given::NO, checkpoint_alignment=None, is_eagle=Given::NO),
+        text_signature = "(kind, block_size, layers, *, kv_shards=None, sliding_window=None, extra_retained_tokens=0, prefix_cacheable=True, attention_chunk_size=None, mamba_cache_mode=None, num_speculative_blocks=0, checkpoint_alignment=None, is_eagle=False)"
     )]
     fn new(
         kind: &Bound<'_, PyAny>,
@@ -73,17 +77,33 @@ impl GroupSpec {
         layers: &Bound<'_, PyAny>,
         kv_shards: Option<&Bound<'_, PyAny>>,
         sliding_window: Option<&Bound<'_, PyAny>>,
+        extra_retained_tokens: Given<'_>,
+        prefix_cacheable: Given<'_>,
         attention_chunk_size: Option<&Bound<'_, PyAny>>,
+        mamba_cache_mode: Option<&Bound<'_, PyAny>>,
+        num_speculative_blocks: Given<'_>,
+        checkpoint_alignment: Option<&Bound<'_, PyAny>>,
         is_eagle: Given<'_>,
     ) -> PyResult<Self> {
         let optional = |value: Option<&Bound<'_, PyAny>>, name| value.map(|value| uint32(value, name)).transpose();
+        let mode = match mamba_cache_mode {
+            Some(name) => core::StateMode::from_name(text(name, "mamba_cache_mode")?).map_err(raise)?,
+            None => core::StateMode::None,
+        };
         let spec = core::GroupSpec {
             kind: core::GroupKind::from_name(text(kind, "kind")?).map_err(raise)?,
             block_size: uint32(block_size, "block_size")?,
             layers: layers_of(layers)?,
             kv_shards: optional(kv_shards, "kv_shards")?,
             sliding_window: optional(sliding_window, "sliding_window")?,
+            extra_retained_tokens: extra_retained_tokens.uint32("extra_retained_tokens", 0)?,
+            prefix_cacheable: prefix_cacheable.flag("prefix_cacheable", true)?,
             attention_chunk_size: optional(attention_chunk_size, "attention_chunk_size")?,
+            state: core::StateSpec {
+                mode,
+                speculative_blocks: num_speculative_blocks.uint32("num_speculative_blocks", 0)?,
+                checkpoint_alignment: optional(checkpoint_alignment, "checkpoint_alignment")?,
+            },
             is_eagle: is_eagle.flag("is_eagle", false)?,
         };
         spec.validate().map_err(raise)?;
@@ -122,6 +142,36 @@ impl GroupSpec {
         self.0.sliding_window
     }
 
+    /// Tokens behind a sliding window that are kept although nothing attends to them.
+    #[getter]
+    fn extra_retained_tokens(&self) -> u32 {
+        self.0.extra_retained_tokens
+    }
+
+    /// Whether blocks can be shared, as given. Circular buffers and cross attention are never shared.
+    #[getter]
+    fn prefix_cacheable(&self) -> bool {
+        self.0.prefix_cacheable
+    }
+
+    /// Which states are kept; None for other kinds than mamba.
+    #[getter]
+    fn mamba_cache_mode(&self) -> Option<&'static str> {
+        (self.0.kind == core::GroupKind::Mamba).then(|| self.0.state.mode.name())
+    }
+
+    /// Blocks for the states behind draft tokens.
+    #[getter]
+    fn num_speculative_blocks(&self) -> u32 {
+        self.0.state.speculative_blocks
+    }
+
+    /// At which distances from its start a step can save a state; None = only at its end.
+    #[getter]
+    fn checkpoint_alignment(&self) -> Option<u32> {
+        self.0.state.checkpoint_alignment
+    }
+
     /// Chunk in tokens.
     #[getter]
     fn attention_chunk_size(&self) -> Option<u32> {
@@ -154,7 +204,12 @@ impl GroupSpec {
         let options = PyDict::new(py);
         options.set_item("kv_shards", self.0.kv_shards)?;
         options.set_item("sliding_window", self.0.sliding_window)?;
+        options.set_item("extra_retained_tokens", self.0.extra_retained_tokens)?;
+        options.set_item("prefix_cacheable", self.0.prefix_cacheable)?;
         options.set_item("attention_chunk_size", self.0.attention_chunk_size)?;
+        options.set_item("mamba_cache_mode", self.mamba_cache_mode())?;
+        options.set_item("num_speculative_blocks", self.0.state.speculative_blocks)?;
+        options.set_item("checkpoint_alignment", self.0.state.checkpoint_alignment)?;
         options.set_item("is_eagle", self.0.is_eagle)?;
         let positional = (self.kind(), self.block_size(), self.layers(py)?).into_pyobject(py)?;
         Ok((positional, options))
@@ -170,13 +225,20 @@ impl GroupSpec {
         let spec = &self.0;
         let layers: Vec<_> =
             spec.layers.iter().map(|layer| format!("LayerSpec({:?}, {})", layer.name, layer.page_bytes)).collect();
+        let positive = |number: u32| (number > 0).then_some(number);
         let numbers = [
             ("kv_shards", spec.kv_shards),
             ("sliding_window", spec.sliding_window),
+            ("extra_retained_tokens", positive(spec.extra_retained_tokens)),
             ("attention_chunk_size", spec.attention_chunk_size),
+            ("num_speculative_blocks", positive(spec.state.speculative_blocks)),
+            ("checkpoint_alignment", spec.state.checkpoint_alignment),
         ];
         let given = numbers.iter().filter_map(|(name, value)| value.map(|value| format!(", {name}={value}")));
-        let extra = given.chain(spec.is_eagle.then(|| ", is_eagle=True".to_owned())).collect::<String>();
+        let mode = self.mamba_cache_mode().map(|mode| format!(", mamba_cache_mode={mode:?}"));
+        let private = (!spec.prefix_cacheable).then(|| ", prefix_cacheable=False".to_owned());
+        let eagle = spec.is_eagle.then(|| ", is_eagle=True".to_owned());
+        let extra = given.chain(mode).chain(private).chain(eagle).collect::<String>();
         format!("GroupSpec({:?}, {}, [{}]{extra})", spec.kind.name(), spec.block_size, layers.join(", "))
     }
 }
@@ -373,9 +435,12 @@ impl Layout {
 /// Give `available_bytes` (bytes for the cache on one rank), `num_blocks` (the null block included) or both; then the
 /// blocks must fit. Raises `ConfigError` if a group is not valid or of a kind that is not supported, if layer names
 /// repeat, or if a request of `max_model_len` tokens does not fit. `max_in_flight_tokens` (None = `max_model_len`) bounds what
-/// windows and chunks hold.
+/// windows and chunks hold, and `max_encoder_tokens` what cross attention holds, which cannot be planned without.
 #[pyfunction]
-#[pyo3(signature = (groups, *, dcp_world_size, available_bytes=None, num_blocks=None, max_model_len, max_in_flight_tokens=None))]
+#[pyo3(
+    signature = (groups, *, dcp_world_size, available_bytes=None, num_blocks=None, max_model_len, max_in_flight_tokens=None, max_encoder_tokens=Given::NO),
+    text_signature = "(groups, *, dcp_world_size, available_bytes=None, num_blocks=None, max_model_len, max_in_flight_tokens=None, max_encoder_tokens=0)"
+)]
 pub(crate) fn plan_layout(
     groups: &Bound<'_, PyAny>,
     dcp_world_size: &Bound<'_, PyAny>,
@@ -383,6 +448,7 @@ pub(crate) fn plan_layout(
     num_blocks: Option<&Bound<'_, PyAny>>,
     max_model_len: &Bound<'_, PyAny>,
     max_in_flight_tokens: Option<&Bound<'_, PyAny>>,
+    max_encoder_tokens: Given<'_>,
 ) -> PyResult<Layout> {
     let groups = groups_of(groups)?;
     let request = core::geometry::LayoutRequest {
@@ -392,6 +458,7 @@ pub(crate) fn plan_layout(
         num_blocks: num_blocks.map(|value| uint(value, "num_blocks")).transpose()?,
         max_model_len: uint(max_model_len, "max_model_len")?,
         max_in_flight_tokens: max_in_flight_tokens.map(|value| uint(value, "max_in_flight_tokens")).transpose()?,
+        max_encoder_tokens: max_encoder_tokens.uint("max_encoder_tokens", 0)?,
     };
     core::plan_layout(&request).map(Layout).map_err(raise)
 }

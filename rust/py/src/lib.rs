@@ -14,9 +14,11 @@ mod events;
 mod geometry;
 mod hash;
 mod hit;
+mod inspect;
 mod lists;
 mod offload;
 mod pool;
+mod steps;
 
 use pyo3::prelude::*;
 

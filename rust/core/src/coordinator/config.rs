@@ -2,12 +2,13 @@
 
 use super::PrefixHit;
 use crate::error::{Error, Result};
-use crate::geometry::{GroupSpec, LockstepSet, form_sets};
-use crate::groups::{self, Retention};
+use crate::geometry::{GroupKind, GroupSpec, LockstepSet, form_sets};
+use crate::groups::{self, Behaviour, Slots};
 use crate::ids::{BlockId, GroupId};
 use crate::pool::MAX_BLOCKS;
 
 /// What a coordinator is made from.
+#[allow(clippy::struct_excessive_bools, reason = "switches that do not depend on each other")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CoordinatorConfig {
     /// The groups.
@@ -29,9 +30,21 @@ pub struct CoordinatorConfig {
     /// Tokens of one request that are scheduled and whose results are not in yet, at most; `None` = `max_model_len`. Bounds
     /// what windows and chunks hold.
     pub max_in_flight_tokens: Option<u64>,
-    /// Windows publish the blocks before every so many tokens only, and before the ends of prompts; 0 = only the latter,
-    /// `None` = before every length that a hit can have.
+    /// Windows and states publish the blocks before every so many tokens only, and before the ends of prompts; 0 = only the
+    /// latter, `None` = before every length that a hit can have.
     pub retention_interval: Option<u64>,
+    /// Tokens behind a prompt's chunk that a draft model of several modules reads: all but the first of them may be computed
+    /// again, so that the blocks of the last ones are not final yet.
+    pub num_prefill_lookahead: u64,
+    /// Whether states are also published inside a block where a prefix ends that requests share, if a draft model reads the
+    /// cache.
+    pub publishes_shared_prefix: bool,
+    /// Which groups are looked up together: per group a number, equal for those. `None` = groups of equal geometry.
+    pub lookup_classes: Option<Vec<u32>>,
+    /// Whether the blocks that must be cleared before they are used are noted.
+    pub notes_new_blocks: bool,
+    /// Whether the uses of blocks are noted.
+    pub notes_uses: bool,
 }
 
 impl CoordinatorConfig {
@@ -48,6 +61,11 @@ impl CoordinatorConfig {
             enable_events: false,
             max_in_flight_tokens: None,
             retention_interval: None,
+            num_prefill_lookahead: 0,
+            publishes_shared_prefix: false,
+            lookup_classes: None,
+            notes_new_blocks: false,
+            notes_uses: false,
         }
     }
 
@@ -64,15 +82,15 @@ impl CoordinatorConfig {
     }
 }
 
-/// Sets of equal geometry, looked up together: a block is a hit only if all of them have it, and if one is read by a
-/// draft model, all leave their last block.
+/// Sets that are looked up together: a block is a hit only if all of them have it, and if one is read by a draft model,
+/// all leave their last block.
 #[derive(Clone, Debug)]
 pub(super) struct LookupClass {
     /// Members, as indices of sets.
     pub(super) sets: Vec<u32>,
     pub(super) tokens_per_block: u64,
     pub(super) drops_last_block: bool,
-    pub(super) retention: Retention,
+    pub(super) behaviour: Behaviour,
 }
 
 /// The configuration with everything that follows from it.
@@ -81,14 +99,25 @@ pub(super) struct Geometry {
     pub(super) sets: Vec<LockstepSet>,
     /// Per group: its set.
     pub(super) set_of_group: Vec<usize>,
-    /// Those of which a prefix of a hit is a hit come first: they are looked up once, and bound the others.
+    /// The classes of sets whose blocks can be found. Those of which a prefix of a hit is a hit come first: they are looked
+    /// up once, and bound the others.
     pub(super) classes: Vec<LookupClass>,
-    /// Per set: its class.
-    pub(super) class_of_set: Vec<usize>,
+    /// Per set: its class; `None` if its blocks are never shared.
+    class_of_set: Vec<Option<usize>>,
+    behaviours: Vec<Behaviour>,
     /// Tokens per block hash.
     pub(super) hash_block_tokens: u64,
-    /// Least common multiple of all sets' tokens per block: hits across sets are multiples of it.
+    /// Least common multiple of all sets' tokens per block.
+    pub(super) common_span: u64,
+    /// Hits across sets are multiples of this: `common_span`, or the tokens per block hash where hits may end inside blocks.
     pub(super) alignment: u64,
+    /// Whether hits may end inside blocks.
+    pub(super) is_fine_grained: bool,
+    /// Whether a draft model reads any group.
+    has_draft: bool,
+    /// Whether states are published where a shared prefix ends inside a block. A draft model of several modules excludes it:
+    /// the end of a step is not what it publishes then.
+    pub(super) publishes_shared_prefix: bool,
 }
 
 impl Geometry {
@@ -100,19 +129,37 @@ impl Geometry {
         if config.max_model_len == 0 {
             return Err(Error::config("max_model_len must be at least 1, got 0"));
         }
+        let first_group = |set: &LockstepSet| &config.groups[set.group_ids[0].0 as usize];
+        let is_found = |set: &LockstepSet| config.enable_caching && first_group(set).is_cacheable();
+        if let Some(group) = config.groups.iter().find(|group| group.kind == GroupKind::CrossAttention)
+            && config.enable_caching
+        {
+            let kind = group.kind.name();
+            return Err(Error::config(format!(
+                "a group of kind {kind:?} cannot be cached: set enable_caching to False"
+            )));
+        }
 
         let mut common = 0;
-        let mut alignment = 1_u64;
+        let mut common_span = 1_u64;
         for set in &sets {
             let span = set.tokens_per_block;
-            common = greatest_common_divisor(common, span);
-            alignment = (alignment / greatest_common_divisor(alignment, span)).checked_mul(span).ok_or_else(|| {
-                let spans = spans(&sets);
-                Error::config(format!("the least common multiple of the sets' tokens per block {spans:?} overflows"))
-            })?;
+            if first_group(set).is_cacheable() {
+                common = greatest_common_divisor(common, span);
+            }
+            common_span =
+                (common_span / greatest_common_divisor(common_span, span)).checked_mul(span).ok_or_else(|| {
+                    let spans = spans(&sets);
+                    Error::config(format!(
+                        "the least common multiple of the sets' tokens per block {spans:?} overflows"
+                    ))
+                })?;
         }
+        // Nothing that is cached: any number will do.
+        common = if common == 0 { common_span } else { common };
         let hash_block_tokens = config.hash_block_tokens.unwrap_or(common);
-        if hash_block_tokens == 0 || !common.is_multiple_of(hash_block_tokens) {
+        let divides = !config.enable_caching || common.is_multiple_of(hash_block_tokens);
+        if hash_block_tokens == 0 || !divides {
             let spans = spans(&sets);
             return Err(Error::config(format!(
                 "hash_block_tokens must divide the tokens per block of every set {spans:?}, got {hash_block_tokens}"
@@ -123,14 +170,50 @@ impl Geometry {
         for (at, set) in sets.iter().enumerate() {
             set.group_ids.iter().for_each(|group| set_of_group[group.0 as usize] = at);
         }
+        let found: Vec<bool> = sets.iter().map(is_found).collect();
+        let (classes, class_of_set) = lookup_classes(config, &sets, &found)?;
+        let behaviours: Vec<Behaviour> = sets.iter().map(|set| Behaviour::of(first_group(set))).collect();
+        let is_fine_grained = has_fine_grained_hits(config, &classes, hash_block_tokens);
+        let has_draft = config.use_eagle || config.groups.iter().any(|group| group.is_eagle);
+        let geometry = Self {
+            set_of_group,
+            classes,
+            class_of_set,
+            behaviours,
+            hash_block_tokens,
+            common_span,
+            alignment: if is_fine_grained { hash_block_tokens } else { common_span },
+            is_fine_grained,
+            has_draft,
+            publishes_shared_prefix: config.publishes_shared_prefix
+                && has_draft
+                && is_fine_grained
+                && config.num_prefill_lookahead <= 1,
+            sets,
+        };
+        geometry.check(config)?;
+        Ok(geometry)
+    }
+
+    /// Refuses what does not go together.
+    pub(super) fn check(&self, config: &CoordinatorConfig) -> Result<()> {
+        let &Self { common_span, alignment, .. } = self;
         if let Some(interval) = config.retention_interval
-            && !interval.is_multiple_of(alignment)
+            && !interval.is_multiple_of(common_span)
         {
-            return Err(Error::config(format!("retention_interval must be a multiple of {alignment}, got {interval}")));
+            return Err(Error::config(format!(
+                "retention_interval must be a multiple of {common_span}, got {interval}"
+            )));
         }
-        let (classes, class_of_set) = lookup_classes(config, &sets);
-        for class in &classes {
-            let Retention::Chunk(chunk) = class.retention else { continue };
+        let lookahead = config.num_prefill_lookahead;
+        if config.enable_caching && self.has_draft && common_span < lookahead {
+            return Err(Error::config(format!(
+                "num_prefill_lookahead must be at most the least common multiple of the tokens per block {common_span}, \
+                 got {lookahead}"
+            )));
+        }
+        for class in &self.classes {
+            let Behaviour::Chunk(chunk) = class.behaviour else { continue };
             // Otherwise a hit could end inside a chunk whose first block it lacks.
             if !chunk.is_multiple_of(class.tokens_per_block) {
                 return Err(Error::config(format!(
@@ -148,7 +231,7 @@ impl Geometry {
                 return Err(Error::config("chunked_local groups cannot be read by a draft model"));
             }
         }
-        Ok(Self { sets, set_of_group, classes, class_of_set, hash_block_tokens, alignment })
+        Ok(())
     }
 
     /// Tokens per block of a set.
@@ -156,14 +239,42 @@ impl Geometry {
         self.sets[set].tokens_per_block
     }
 
-    /// How long a set keeps its blocks.
-    pub(super) fn retention(&self, set: usize) -> Retention {
-        self.classes[self.class_of_set[set]].retention
+    /// What a set does with its rows.
+    pub(super) fn behaviour(&self, set: usize) -> Behaviour {
+        self.behaviours[set]
+    }
+
+    /// Whether blocks of the set can be found.
+    pub(super) fn is_found(&self, set: usize) -> bool {
+        self.class_of_set[set].is_some()
+    }
+
+    /// Whether a draft model reads the set or one that is looked up with it.
+    pub(super) fn drops_last_block(&self, set: usize) -> bool {
+        self.class_of_set[set].is_some_and(|class| self.classes[class].drops_last_block)
     }
 
     /// Leading blocks of a set that are not needed any more once `computed` tokens are computed.
-    pub(super) fn skipped_blocks(&self, set: usize, computed: u64) -> usize {
-        usize::try_from(self.retention(set).skipped_tokens(computed) / self.span(set)).unwrap_or(usize::MAX)
+    fn skipped_blocks(&self, set: usize, computed: u64) -> usize {
+        self.behaviour(set).skipped_blocks(self.span(set), computed, None).end
+    }
+
+    /// Leading tokens of which a set can publish blocks, where `num_tokens` are final.
+    ///
+    /// Hits across groups are multiples of the alignment, so blocks behind the last multiple cannot be hit; a draft model's
+    /// group needs one more, which its lookups match and drop.
+    pub(super) fn publishable(&self, config: &CoordinatorConfig, set: usize, num_tokens: u64) -> u64 {
+        let last = num_tokens.saturating_sub(config.num_prefill_lookahead.saturating_sub(1));
+        if config.groups.len() == 1 {
+            return last;
+        }
+        let align = |tokens: u64| if self.is_fine_grained { tokens } else { tokens - tokens % self.common_span };
+        let aligned = align(num_tokens);
+        if self.drops_last_block(set) && aligned > 0 {
+            last.min(align(last).saturating_add(self.span(set)))
+        } else {
+            aligned
+        }
     }
 
     /// Where a later request can resume: one that sends the same prompt, and has its last token computed again; one that
@@ -175,10 +286,10 @@ impl Geometry {
     ) -> [Option<u64>; 3] {
         let shared = (shared_prefix_boundary > 0).then_some(shared_prefix_boundary);
         let resent = num_prompt_tokens.map(|prompt| prompt.saturating_sub(1));
-        if !self.classes.iter().any(|class| class.drops_last_block) {
+        if !self.has_draft {
             return [resent, None, shared];
         }
-        let before = |tokens: u64| (tokens - tokens % self.alignment).saturating_sub(self.alignment);
+        let before = |tokens: u64| (tokens - tokens % self.common_span).saturating_sub(self.common_span);
         [resent.map(before), num_prompt_tokens.map(before), shared]
     }
 
@@ -190,19 +301,36 @@ impl Geometry {
         hit: Option<&'a PrefixHit>,
         computed: u64,
     ) -> (usize, &'a [BlockId]) {
+        if !self.behaviour(set).follows_tokens() {
+            return (0, &[]);
+        }
         let skipped = self.skipped_blocks(set, computed);
         (skipped, hit.and_then(|hit| hit.row(set).get(skipped..)).unwrap_or(&[]))
     }
 
-    /// Whether a set needs blocks for tokens that an external tier will load: `computed` includes them.
-    pub(super) fn has_external(&self, set: usize, computed: u64, external: u64) -> bool {
-        external > 0 && self.retention(set).skipped_tokens(computed) < computed
+    /// The place of the block that a row's hit ends inside: `hit_row` is what the row starts with of it.
+    pub(super) fn shared_place(&self, set: usize, hit: Option<&PrefixHit>, hit_row: &[BlockId]) -> Option<usize> {
+        let tokens = hit.filter(|_| !hit_row.is_empty())?.num_tokens();
+        if tokens.is_multiple_of(self.span(set)) { None } else { usize::try_from(tokens / self.span(set)).ok() }
     }
 
-    /// Blocks of a set that `tokens` tokens take up.
-    pub(super) fn blocks_for(&self, set: usize, tokens: u64) -> usize {
+    /// Blocks that a new request's row gets for tokens which an external tier will load; `computed` includes them, `length`
+    /// is what the row has already.
+    pub(super) fn external_blocks(&self, set: usize, computed: u64, external: u64, length: usize) -> usize {
+        match self.behaviour(set) {
+            Behaviour::Encoder => 0,
+            Behaviour::Ring => usize::from(external > 0),
+            behaviour if external > 0 && behaviour.skipped_tokens(computed) < computed => {
+                usize::try_from(computed.div_ceil(self.span(set))).unwrap_or(usize::MAX).saturating_sub(length)
+            }
+            _ => 0,
+        }
+    }
+
+    /// Places of a set's row that has slots for so many tokens.
+    pub(super) fn row_length(&self, set: usize, slots: &Slots) -> usize {
         // Callers keep tokens within max_model_len, whose blocks are bounded by what a row can hold.
-        usize::try_from(tokens.div_ceil(self.span(set))).unwrap_or(usize::MAX)
+        usize::try_from(self.behaviour(set).row_length(self.span(set), slots)).unwrap_or(usize::MAX)
     }
 
     /// Block hashes per block of a set.
@@ -224,37 +352,74 @@ fn greatest_common_divisor(mut a: u64, mut b: u64) -> u64 {
     a
 }
 
-/// The classes, and the class of each set.
-fn lookup_classes(config: &CoordinatorConfig, sets: &[LockstepSet]) -> (Vec<LookupClass>, Vec<usize>) {
+/// Whether hits may end inside blocks: there are aligned states, whose blocks span more than a hash or stand beside sharded
+/// ones, and every other group can have such hits or needs none.
+fn has_fine_grained_hits(config: &CoordinatorConfig, classes: &[LookupClass], hash_block_tokens: u64) -> bool {
+    let asks = |class: &LookupClass| {
+        let span = class.tokens_per_block;
+        let wide = span > hash_block_tokens || (config.dcp_world_size > 1 && span == hash_block_tokens);
+        matches!(class.behaviour, Behaviour::AlignedState(_)) && wide
+    };
+    let allows =
+        |class: &LookupClass| class.behaviour.can_end_inside_a_block() || class.tokens_per_block == hash_block_tokens;
+    config.groups.len() > 1 && classes.iter().any(asks) && classes.iter().all(allows)
+}
+
+/// The classes, and the class of each set. `found`: per set whether its blocks can be found.
+fn lookup_classes(
+    config: &CoordinatorConfig,
+    sets: &[LockstepSet],
+    found: &[bool],
+) -> Result<(Vec<LookupClass>, Vec<Option<usize>>)> {
     let group = |id: &GroupId| &config.groups[id.0 as usize];
+    if let Some(numbers) = &config.lookup_classes
+        && numbers.len() != config.groups.len()
+    {
+        let (numbers, groups) = (numbers.len(), config.groups.len());
+        return Err(Error::config(format!("lookup_classes must hold one number per group: {groups}, got {numbers}")));
+    }
     let all_marked = config.use_eagle && !config.groups.iter().any(|group| group.is_eagle);
     let mut classes: Vec<LookupClass> = Vec::new();
     let mut class_of_set = Vec::with_capacity(sets.len());
-    for (number, set) in (0_u32..).zip(sets) {
+    for ((number, set), &found) in (0_u32..).zip(sets).zip(found) {
+        if !found {
+            class_of_set.push(None);
+            continue;
+        }
         let marked = all_marked || set.group_ids.iter().any(|id| group(id).is_eagle);
-        let same_geometry = |class: &LookupClass| {
+        let is_class_of = |class: &LookupClass| {
             let other = &sets[class.sets[0] as usize];
-            !set.is_lockstep()
-                && !other.is_lockstep()
-                && set.tokens_per_block == other.tokens_per_block
-                && is_same_geometry(group(&set.group_ids[0]), group(&other.group_ids[0]))
+            let (own, first) = (set.group_ids[0], other.group_ids[0]);
+            let same = match &config.lookup_classes {
+                Some(numbers) => numbers[own.0 as usize] == numbers[first.0 as usize],
+                None => set.tokens_per_block == other.tokens_per_block && is_same_geometry(group(&own), group(&first)),
+            };
+            same && !set.is_lockstep() && !other.is_lockstep()
         };
-        let at = classes.iter().position(same_geometry).unwrap_or(classes.len());
-        if at == classes.len() {
-            let tokens_per_block = set.tokens_per_block;
-            let retention = Retention::of(group(&set.group_ids[0]));
-            classes.push(LookupClass { sets: Vec::new(), tokens_per_block, drops_last_block: false, retention });
+        let at = classes.iter().position(is_class_of).unwrap_or(classes.len());
+        let behaviour = Behaviour::of(group(&set.group_ids[0]));
+        let tokens_per_block = set.tokens_per_block;
+        if let Some(class) = classes.get(at) {
+            if class.behaviour != behaviour || class.tokens_per_block != tokens_per_block {
+                let (first, other) = (sets[class.sets[0] as usize].group_ids[0], set.group_ids[0]);
+                return Err(Error::config(format!(
+                    "lookup_classes: groups {} and {} are of different kinds",
+                    first.0, other.0
+                )));
+            }
+        } else {
+            classes.push(LookupClass { sets: Vec::new(), tokens_per_block, drops_last_block: false, behaviour });
         }
         classes[at].sets.push(number);
         classes[at].drops_last_block |= marked;
-        class_of_set.push(at);
+        class_of_set.push(Some(at));
     }
-    let closed = |class: &LookupClass| class.retention.is_downward_closed();
+    let closed = |class: &LookupClass| class.behaviour.is_downward_closed();
     let mut order: Vec<usize> = (0..classes.len()).collect();
     order.sort_by_key(|&at| !closed(&classes[at]));
-    let place_of = |class: usize| order.iter().position(|&at| at == class).unwrap_or(class);
-    let class_of_set = class_of_set.into_iter().map(place_of).collect();
-    (order.iter().map(|&at| classes[at].clone()).collect(), class_of_set)
+    let place_of = |class: usize| order.iter().position(|&at| at == class);
+    let class_of_set = class_of_set.into_iter().map(|class| class.and_then(place_of)).collect();
+    Ok((order.iter().map(|&at| classes[at].clone()).collect(), class_of_set))
 }
 
 /// Whether two groups cache the same kind of pages. As in vLLM the first layer stands for its group.
@@ -263,6 +428,8 @@ fn is_same_geometry(a: &GroupSpec, b: &GroupSpec) -> bool {
     a.kind == b.kind
         && a.block_size == b.block_size
         && a.sliding_window == b.sliding_window
+        && a.extra_retained_tokens == b.extra_retained_tokens
         && a.attention_chunk_size == b.attention_chunk_size
+        && a.state == b.state
         && page(a) == page(b)
 }

@@ -2,7 +2,7 @@
 
 use super::Coordinator;
 use crate::ids::GroupId;
-use crate::pool::events::PoolEvent;
+use crate::pool::events::{BlockUse, PoolEvent};
 
 /// A change of what can be found in the pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,6 +38,11 @@ pub enum Event {
 }
 
 impl Coordinator {
+    /// Hands out the uses of blocks since the last call, oldest first. Always empty unless they are noted.
+    pub fn take_uses(&mut self) -> Vec<BlockUse> {
+        self.pool.uses.take()
+    }
+
     /// Hands out the events since the last call, oldest first. Always empty unless events were switched on.
     pub fn take_events(&mut self) -> Vec<Event> {
         let mut events = Vec::new();

@@ -29,16 +29,28 @@ impl Coordinator {
     /// [`Error::UnknownRequest`](crate::Error::UnknownRequest).
     pub fn findable_tokens(&self, request_id: &str) -> Result<u64> {
         let rows = self.requests.get(request_id)?.rows.iter().enumerate();
-        let of_row = |(set, row): (usize, &Row)| {
-            let last = row.blocks.iter().rposition(|&block| !block.is_null() && self.pool.has_keys(block));
-            let span = self.geometry.span(set);
-            match last.map(|at| at as u64) {
-                Some(at) if row.tail.stands_alone && row.tail.tokens / span == at => row.tail.tokens,
-                Some(at) => (at + 1).saturating_mul(span),
-                None => 0,
-            }
-        };
-        Ok(rows.map(of_row).min().unwrap_or(0))
+        let rows = rows.filter(|&(set, _)| self.geometry.is_found(set));
+        let of_row = |row: &Row| row.blocks.iter().map(|&block| self.pool.key_tokens(block)).max().unwrap_or(0);
+        Ok(rows.map(|(_, row)| of_row(row)).min().unwrap_or(0))
+    }
+
+    /// The state that a request's running step saves before its end: the tokens before it, and its place in the row.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`](crate::Error::UnknownRequest), or [`Error::Config`](crate::Error::Config) if there is no
+    /// such group.
+    pub fn checkpoint(&self, request_id: &str, group: GroupId) -> Result<Option<(u64, usize)>> {
+        let checkpoint = self.requests.get(request_id)?.rows[self.set_of(group)?].states.checkpoint;
+        Ok(checkpoint.map(|checkpoint| (checkpoint.tokens, checkpoint.place)))
+    }
+
+    /// Leading tokens of a request up to the end of what the block's first hash stands for; 0 if it has none.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) if there is no such block.
+    pub fn key_tokens(&self, block: BlockId) -> Result<u64> {
+        self.pool.ref_count(block)?;
+        Ok(self.pool.key_tokens(block))
     }
 
     /// The first block published under this hash in the set of this group.

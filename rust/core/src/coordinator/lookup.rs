@@ -101,7 +101,7 @@ impl Coordinator {
         loop {
             let mut length = candidate;
             for (at, class) in geometry.classes.iter().enumerate() {
-                if let (true, Some(tokens)) = (class.retention.is_downward_closed(), found[at]) {
+                if let (true, Some(tokens)) = (class.behaviour.is_downward_closed(), found[at]) {
                     length = length.min(tokens);
                     continue;
                 }
@@ -123,13 +123,13 @@ impl Coordinator {
             candidate = length;
             // One group has nobody to agree with. With two classes of which the first accepts any shorter length, the
             // second one's answer is the answer.
-            let two = geometry.classes.len() == 2 && geometry.classes[0].retention.is_downward_closed();
+            let two = geometry.classes.len() == 2 && geometry.classes[0].behaviour.is_downward_closed();
             if settled || alone || two {
                 break;
             }
         }
         for (set, row) in rows.iter_mut().enumerate() {
-            if geometry.retention(set).is_downward_closed() {
+            if geometry.behaviour(set).is_downward_closed() {
                 groups::trim(std::slice::from_mut(row), candidate, geometry.span(set));
             }
         }
@@ -146,9 +146,12 @@ impl Coordinator {
         class_rows: &mut Vec<Vec<BlockId>>,
     ) -> Result<u64> {
         let geometry = &self.geometry;
-        // With several groups a class that will drop its last block may match one more, so that the drop lands on the
-        // length offered. A single group matches within the length and drops below it, as vLLM does.
-        let margin = if drop_last_block && self.config.groups.len() > 1 { class.tokens_per_block } else { 0 };
+        // With several groups a class that will drop its last block, or hash, may match one more, so that the drop lands on
+        // the length offered. A single group matches within the length and drops below it, as vLLM does.
+        let drops = drop_last_block && class.behaviour.drops_last_block() && self.config.groups.len() > 1;
+        let is_fine_grained = geometry.is_fine_grained && class.behaviour.can_end_inside_a_block();
+        let unit = if is_fine_grained { geometry.hash_block_tokens } else { class.tokens_per_block };
+        let margin = if drops { unit } else { 0 };
         let hashed_tokens = (hashes.count() as u64).saturating_mul(geometry.hash_block_tokens);
         let query = Query {
             pool: &self.pool,
@@ -160,7 +163,7 @@ impl Coordinator {
             drop_last_block,
         };
         class_rows.resize_with(class.sets.len(), Vec::new);
-        class.retention.find_hit(&query, &class.sets, class_rows)
+        class.behaviour.find_hit(&query, &class.sets, class_rows)
     }
 
     /// What each group would find by itself: its blocks, and the tokens they hold. A lookup that other groups cannot
@@ -185,7 +188,9 @@ impl Coordinator {
         Ok(self.geometry.set_of_group.iter().map(|&set| of_set[set].clone()).collect())
     }
 
-    /// A hit on blocks that the caller knows to hold a request's first `num_tokens` tokens, one row per group.
+    /// A hit on blocks that the caller knows to hold a request's first `num_tokens` tokens, one row per group. Groups whose
+    /// blocks are never shared have empty rows, and those of windows and states may end before the hit if the rest will be
+    /// loaded.
     ///
     /// # Errors
     /// [`Error::Config`] if the rows are not those of `num_tokens` tokens in every group, if groups of one set have
@@ -197,8 +202,15 @@ impl Coordinator {
         }
         let mut of_set: Vec<Option<&[BlockId]>> = vec![None; geometry.sets.len()];
         for (group, (&row, &set)) in rows.iter().zip(&geometry.set_of_group).enumerate() {
-            if row.len() as u64 != num_tokens / geometry.span(set) || !num_tokens.is_multiple_of(geometry.span(set)) {
-                let (blocks, span) = (row.len(), geometry.span(set));
+            let (blocks, span) = (row.len(), geometry.span(set));
+            let full = if geometry.is_found(set) { num_tokens.div_ceil(span) } else { 0 };
+            let ends_inside = full > 0 && !num_tokens.is_multiple_of(span);
+            let ends_right =
+                !ends_inside || (geometry.is_fine_grained && num_tokens.is_multiple_of(geometry.hash_block_tokens));
+            // What is missing at the end of windows and states will be loaded.
+            let may_be_short = !ends_inside && !geometry.behaviour(set).is_downward_closed();
+            let is_complete = blocks as u64 == full || (may_be_short && (blocks as u64) < full);
+            if !ends_right || !is_complete {
                 return Err(Error::config(format!(
                     "{num_tokens} tokens are not {blocks} blocks of {span} tokens in group {group}"
                 )));
@@ -206,7 +218,7 @@ impl Coordinator {
             if of_set[set].is_some_and(|other| other != row) {
                 return Err(Error::config(format!("group {group} has another row than its lockstep set")));
             }
-            let keeps_all = geometry.retention(set).is_downward_closed();
+            let keeps_all = geometry.behaviour(set).is_downward_closed();
             for &block in row.iter().filter(|block| keeps_all || !block.is_null()) {
                 self.pool.check_real(block)?;
                 let of_this_set = |key: &crate::pool::Key| key.split_block().1 as usize == set;

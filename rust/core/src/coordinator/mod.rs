@@ -6,30 +6,35 @@ mod config;
 mod events;
 mod inspect;
 mod lookup;
+mod need;
 mod pins;
 mod publish;
 mod release;
 mod requests;
+mod states;
 #[cfg(test)]
 mod tests;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 
 pub use allocate::{AllocateRequest, Allocation};
 pub use config::CoordinatorConfig;
 pub use events::Event;
 pub use lookup::PrefixHit;
 pub use publish::Publication;
+pub use states::{BlockCopy, StateOffer};
 
 use crate::audit;
 use crate::error::{Error, Result};
 use crate::geometry::LockstepSet;
 use crate::hash::BlockHash;
 use crate::ids::{BlockId, GroupId};
-use crate::pool::{BlockPool, Key, PoolStats};
+use crate::pool::events::UseLog;
+use crate::pool::{BlockPool, BlockUse, Key, PoolStats};
+use allocate::Added;
 use config::Geometry;
 use requests::Requests;
 
@@ -64,7 +69,15 @@ pub struct Coordinator {
     /// Pins per block, beside the references of rows.
     pins: HashMap<BlockId, u32>,
     /// Scratch of `allocate`, kept so that it is not made anew for every call.
-    new_from: Vec<usize>,
+    added: Vec<Added>,
+    /// Per set: copies that the running step must make.
+    copies: Vec<Vec<BlockCopy>>,
+    /// Per set: states that can be stored elsewhere.
+    offers: Vec<Vec<StateOffer>>,
+    /// Keys of states that the running step has yet to write.
+    unwritten: HashSet<Key>,
+    /// Per set: blocks that must be cleared.
+    to_clear: Vec<Vec<BlockId>>,
     lookups: u64,
     lookup_tokens: u64,
     hit_tokens: u64,
@@ -79,7 +92,9 @@ impl Coordinator {
     /// [`Error::Config`] naming the value that cannot be used, a kind that is not supported included.
     pub fn new(config: CoordinatorConfig) -> Result<Self> {
         let geometry = Geometry::new(&config)?;
-        let pool = BlockPool::with_events(config.num_blocks, config.enable_caching, config.enable_events)?;
+        let num_sets = geometry.sets.len();
+        let mut pool = BlockPool::with_events(config.num_blocks, config.enable_caching, config.enable_events)?;
+        pool.uses = UseLog::new(config.notes_uses);
         Ok(Self {
             id: NEXT_COORDINATOR.fetch_add(1, Ordering::Relaxed),
             config,
@@ -87,7 +102,11 @@ impl Coordinator {
             pool,
             requests: Requests::default(),
             pins: HashMap::new(),
-            new_from: Vec::new(),
+            added: Vec::new(),
+            copies: vec![Vec::new(); num_sets],
+            offers: vec![Vec::new(); num_sets],
+            unwritten: HashSet::new(),
+            to_clear: vec![Vec::new(); num_sets],
             lookups: 0,
             lookup_tokens: 0,
             hit_tokens: 0,
@@ -114,6 +133,16 @@ impl Coordinator {
     /// Tokens per block hash.
     pub fn hash_block_tokens(&self) -> u64 {
         self.geometry.hash_block_tokens
+    }
+
+    /// Whether hits may end inside blocks, at any block hash.
+    pub fn has_fine_grained_hits(&self) -> bool {
+        self.geometry.is_fine_grained
+    }
+
+    /// Whether states are published where a shared prefix ends inside a block: if that was asked for and can be.
+    pub fn publishes_shared_prefix(&self) -> bool {
+        self.geometry.publishes_shared_prefix
     }
 
     /// Share of the blocks in use, between 0 and 1; 0 for a pool of the null block alone.
@@ -159,7 +188,20 @@ impl Coordinator {
     /// # Errors
     /// [`Error::Config`] if a block does not exist.
     pub fn evict(&mut self, blocks: &[BlockId]) -> Result<()> {
-        self.pool.evict(blocks)
+        self.pool.evict(blocks)?;
+        self.pool.uses.extend(blocks.iter().copied().map(BlockUse::Dropped));
+        Ok(())
+    }
+
+    /// Changes the retention interval for what is published from now on: see [`CoordinatorConfig::retention_interval`].
+    ///
+    /// # Errors
+    /// [`Error::Config`] if hits cannot end at its multiples.
+    pub fn set_retention_interval(&mut self, interval: Option<u64>) -> Result<()> {
+        let config = CoordinatorConfig { retention_interval: interval, ..self.config.clone() };
+        self.geometry.check(&config)?;
+        self.config = config;
+        Ok(())
     }
 
     /// Forgets all keys, if no block is held. Returns whether it did; if not, nothing has changed.
@@ -200,6 +242,10 @@ impl Coordinator {
         let mut pins: Vec<_> = self.pins.iter().collect();
         pins.sort();
         pins.hash(&mut hasher);
+        let mut unwritten: Vec<_> = self.unwritten.iter().map(Key::as_bytes).collect();
+        unwritten.sort();
+        unwritten.hash(&mut hasher);
+        (&self.copies, &self.offers, &self.to_clear).hash(&mut hasher);
         hasher.finish()
     }
 

@@ -3,6 +3,7 @@
 use super::Coordinator;
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
+use crate::pool::BlockUse;
 
 impl Coordinator {
     /// Adds a pin per occurrence: a pinned block is not handed out, whoever gives it up.
@@ -11,6 +12,7 @@ impl Coordinator {
     /// [`Error::Config`] if a block does not exist or is the null block.
     pub fn pin(&mut self, blocks: &[BlockId]) -> Result<()> {
         self.pool.add_ref(blocks)?;
+        self.pool.uses.extend(blocks.iter().copied().map(BlockUse::Used));
         for &block in blocks {
             *self.pins.entry(block).or_insert(0) += 1;
         }
@@ -74,6 +76,7 @@ impl Coordinator {
         for &block in blocks.iter().filter(|block| !block.is_null()) {
             *self.pins.entry(block).or_insert(0) += 1;
         }
+        self.withdraw_offers(request_id);
         self.requests.recycle(request);
         self.debug_audit();
         Ok(blocks)

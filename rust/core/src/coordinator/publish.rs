@@ -1,10 +1,11 @@
 //! Making a request's computed blocks findable.
 
 use super::config::Geometry;
-use super::requests::{Row, Tail};
+use super::requests::Row;
+use super::states::StateOffer;
 use super::{Coordinator, CoordinatorConfig};
 use crate::error::{Error, Result};
-use crate::groups::{Reach, Retention};
+use crate::groups::{Behaviour, Reach};
 use crate::hash::{BlockHash, BlockHashes};
 use crate::ids::BlockId;
 use crate::pool::events::PoolEvent;
@@ -19,14 +20,17 @@ pub struct Publication {
     /// it ends inside a block, as vLLM does; the block's full key replaces it later. Where windows keep only some of their
     /// blocks, those before the prompt's end are kept.
     pub num_prompt_tokens: Option<u64>,
-    /// The end of a prefix that requests share and some set has lost, 0 if there is none: windows keep the blocks before it.
+    /// The end of a prefix that requests share and some set has lost, 0 if there is none: windows keep the blocks before it,
+    /// and states the one at it.
     pub shared_prefix_boundary: u64,
+    /// Tokens computed before this step.
+    pub computed_tokens: u64,
 }
 
 impl Publication {
     /// So many leading tokens of a request with this prompt.
     pub fn new(num_tokens: u64, num_prompt_tokens: Option<u64>) -> Self {
-        Self { num_tokens, num_prompt_tokens, shared_prefix_boundary: 0 }
+        Self { num_tokens, num_prompt_tokens, shared_prefix_boundary: 0, computed_tokens: 0 }
     }
 }
 
@@ -61,9 +65,10 @@ impl Coordinator {
         if !config.enable_caching {
             return Ok(());
         }
-        for set in 0..geometry.sets.len() {
+        for set in (0..geometry.sets.len()).filter(|&set| geometry.is_found(set)) {
             let lengths = row(set);
-            let slots = (lengths.0 as u64).saturating_mul(geometry.span(set));
+            let places = lengths.0.saturating_sub(geometry.behaviour(set).num_draft_places());
+            let slots = (places as u64).saturating_mul(geometry.span(set));
             let num_tokens = publication.num_tokens;
             if num_tokens > slots {
                 return Err(Error::config(format!(
@@ -82,12 +87,34 @@ impl Coordinator {
         hashes: &H,
         publication: &Publication,
     ) -> Result<()> {
-        let Self { config, geometry, pool, requests, .. } = self;
+        let Self { config, geometry, pool, requests, unwritten, offers, .. } = self;
         if !config.enable_caching {
             return Ok(());
         }
         for (set, row) in requests.get_mut(request_id)?.rows.iter_mut().enumerate() {
-            Plan::new(config, geometry, set, row.lengths(), publication).carry_out(request_id, hashes, row, pool)?;
+            if !geometry.is_found(set) {
+                continue;
+            }
+            let plan = Plan::new(config, geometry, set, row.lengths(), publication);
+            let first = row.num_published;
+            plan.publish_blocks(request_id, hashes, row, pool)?;
+            let end = row.num_published;
+            if !plan.behaviour.is_state() {
+                plan.publish_tail(request_id, hashes, row, pool)?;
+                continue;
+            }
+            let is_aligned = matches!(plan.behaviour, Behaviour::AlignedState(_));
+            if is_aligned {
+                unwritten.extend(plan.publish_state(request_id, hashes, row, pool)?);
+            }
+            for &block in row.blocks[first..end].iter().filter(|block| !block.is_null()) {
+                let Some(key) = pool.first_key(block) else { continue };
+                unwritten.insert(key);
+                if is_aligned {
+                    let (group, tokens) = (geometry.sets[set].group_ids[0], pool.key_tokens(block));
+                    offers[set].push(StateOffer { request_id: request_id.into(), group, block, tokens });
+                }
+            }
         }
         self.debug_audit();
         Ok(())
@@ -95,18 +122,27 @@ impl Coordinator {
 }
 
 /// What is to be published of one row.
-struct Plan {
+pub(super) struct Plan {
     set: u32,
-    tokens_per_block: u64,
-    hash_block_tokens: u64,
+    pub(super) tokens_per_block: u64,
+    pub(super) hash_block_tokens: u64,
     hashes_per_block: usize,
-    retention: Retention,
-    reach: Reach,
+    behaviour: Behaviour,
+    pub(super) reach: Reach,
+    /// Leading tokens of which blocks can be published.
+    pub(super) publishable: u64,
+    pub(super) num_prompt_tokens: Option<u64>,
+    pub(super) shared_prefix_boundary: u64,
+    pub(super) computed_tokens: u64,
+    pub(super) publishes_shared_prefix: bool,
+    pub(super) has_draft: bool,
     /// Blocks of the row.
     first: usize,
     end: usize,
-    /// Number of hashes up to and including the one that ends inside a block, and that block.
+    /// Number of hashes up to and including the last whole one of the prompt if it ends inside a block, and that block.
     tail: Option<(usize, usize)>,
+    /// Number of hashes up to a state that the step ends with.
+    pub(super) state: Option<usize>,
 }
 
 impl Plan {
@@ -117,20 +153,14 @@ impl Plan {
         (row_length, num_published): (usize, usize),
         publication: &Publication,
     ) -> Self {
-        let &Publication { num_tokens, num_prompt_tokens, shared_prefix_boundary } = publication;
+        let &Publication { num_tokens, num_prompt_tokens, shared_prefix_boundary, computed_tokens } = publication;
         let span = geometry.span(set);
         let hash_block_tokens = geometry.hash_block_tokens;
-        let drops_last_block = geometry.classes[geometry.class_of_set[set]].drops_last_block;
-        // Hits across groups are multiples of the alignment, so blocks behind the last multiple cannot be hit; a draft
-        // model's group needs one more, which its lookups match and drop.
-        let publishable = if config.groups.len() == 1 {
-            num_tokens
-        } else {
-            let aligned = num_tokens - num_tokens % geometry.alignment;
-            if drops_last_block && aligned > 0 { num_tokens.min(aligned.saturating_add(span)) } else { aligned }
-        };
-        let retention = geometry.retention(set);
-        let tail = num_prompt_tokens.filter(|_| retention == Retention::Full).and_then(|prompt| {
+        let drops_last_block = geometry.drops_last_block(set);
+        let publishable = geometry.publishable(config, set, num_tokens);
+        let behaviour = geometry.behaviour(set);
+        let keeps_all = behaviour.is_downward_closed() && span > hash_block_tokens;
+        let tail = num_prompt_tokens.filter(|_| keeps_all).and_then(|prompt| {
             // A resent prompt can match all its tokens but the last; a draft model's lookup reads them all.
             let limit = if drops_last_block { prompt } else { prompt.saturating_sub(1) };
             let end = limit - limit % hash_block_tokens;
@@ -138,13 +168,13 @@ impl Plan {
             let block = usize::try_from(end / span).ok().filter(|&block| inside && block < row_length)?;
             Some((usize::try_from(end / hash_block_tokens).ok()?, block))
         });
-        Self {
+        let mut plan = Self {
             #[allow(clippy::cast_possible_truncation, reason = "sets are numbered with 32 bits")]
             set: set as u32,
             tokens_per_block: span,
             hash_block_tokens,
             hashes_per_block: geometry.hashes_per_block(set),
-            retention,
+            behaviour,
             reach: Reach {
                 tokens_per_block: span,
                 alignment: geometry.alignment,
@@ -152,16 +182,35 @@ impl Plan {
                 interval: config.retention_interval,
                 boundaries: geometry.resume_points(num_prompt_tokens, shared_prefix_boundary),
             },
+            publishable,
+            num_prompt_tokens,
+            shared_prefix_boundary,
+            computed_tokens,
+            publishes_shared_prefix: geometry.publishes_shared_prefix,
+            has_draft: config.use_eagle,
             first: num_published,
             // Bounded by the row: num_tokens does not exceed its slots.
             end: usize::try_from(publishable / span).unwrap_or(row_length).max(num_published),
             tail,
+            state: None,
+        };
+        // A step's last state is that of all its tokens. Where a draft model may compute the last ones again, the state before
+        // them is nowhere, unless it is that of a full block.
+        let is_there = config.num_prefill_lookahead <= 1 || publishable.is_multiple_of(span);
+        if matches!(behaviour, Behaviour::AlignedState(_)) && is_there {
+            plan.state = plan.last_state(row_length);
         }
+        plan
     }
 
     /// Whether a block of the row can ever be part of a hit.
     fn is_reachable(&self, at: usize) -> bool {
-        self.retention.is_reachable(at as u64, &self.reach)
+        self.behaviour.is_reachable(at as u64, &self.reach)
+    }
+
+    /// Whether a block of the row is kept wherever requests resume.
+    pub(super) fn is_kept_by_interval(&self, at: u64) -> bool {
+        self.behaviour.is_reachable(at, &Reach { boundaries: [None; 3], ..self.reach })
     }
 
     /// The hash of a block of the row.
@@ -172,7 +221,8 @@ impl Plan {
     /// Refuses hashes that are too few or malformed.
     fn check<H: BlockHashes + ?Sized>(&self, hashes: &H) -> Result<()> {
         let for_blocks = if self.first < self.end { self.end * self.hashes_per_block } else { 0 };
-        let needed = self.tail.map_or(for_blocks, |(count, _)| for_blocks.max(count));
+        let inside = [self.tail.map(|(count, _)| count), self.state];
+        let needed = inside.into_iter().flatten().fold(for_blocks, usize::max);
         if needed > hashes.count() {
             let per = self.hash_block_tokens;
             return Err(Error::config(format!(
@@ -185,7 +235,7 @@ impl Plan {
                 self.hash(hashes, block)?;
             }
         }
-        if let Some((count, _)) = self.tail {
+        for count in inside.into_iter().flatten() {
             for at in count.saturating_sub(2)..count {
                 hashes.get(at)?;
             }
@@ -193,78 +243,86 @@ impl Plan {
         Ok(())
     }
 
-    fn carry_out<H: BlockHashes + ?Sized>(
+    /// Publishes the row's full blocks.
+    fn publish_blocks<H: BlockHashes + ?Sized>(
         &self,
         request: &str,
         hashes: &H,
         row: &mut Row,
         pool: &mut BlockPool,
     ) -> Result<()> {
-        if self.first < self.end {
-            let mut keys = Vec::new();
-            let mut starts = Vec::new();
-            for at in self.first..self.end {
-                let block = row.blocks[at];
-                if block.is_null() || !self.is_reachable(at) {
-                    continue;
-                }
-                let key = Key::of_block(self.hash(hashes, at)?.as_bytes(), self.set);
-                replace_key(pool, block, key);
-                if pool.events.enabled() {
-                    keys.push(key);
-                    starts.push(at as u64 * self.tokens_per_block);
-                }
+        if self.first >= self.end {
+            return Ok(());
+        }
+        let mut keys = Vec::new();
+        let mut starts = Vec::new();
+        for at in self.first..self.end {
+            let block = row.blocks[at];
+            if block.is_null() || !self.is_reachable(at) {
+                continue;
             }
-            let parent = if self.first == 0 { None } else { Some(self.hash(hashes, self.first - 1)?) };
-            pool.events.push(|| PoolEvent::Stored {
-                request: request.into(),
-                set: self.set,
-                keys: keys.into(),
-                starts: starts.into(),
-                parent: parent.map(|hash| hash.as_bytes().into()),
-                start_token: self.first as u64 * self.tokens_per_block,
-                end_token: self.end as u64 * self.tokens_per_block,
-                tokens_per_key: self.tokens_per_block,
-            });
-            row.num_published = self.end;
-            // A full key takes the place of all that its block was known by.
-            if row.tail.tokens / self.tokens_per_block < self.end as u64 {
-                row.tail.stands_alone = false;
+            let key = Key::of_block(self.hash(hashes, at)?.as_bytes(), self.set);
+            // What the block was known by so far covers fewer tokens than it holds now.
+            if pool.has_keys(block) && !pool.carries(block, &key) {
+                pool.forget(block);
+            }
+            pool.insert_key(block, key, (at as u64 + 1) * self.tokens_per_block);
+            if pool.events.enabled() {
+                keys.push(key);
+                starts.push(at as u64 * self.tokens_per_block);
             }
         }
-        if let Some((count, at)) = self.tail {
-            let stands_alone = !pool.has_keys(row.blocks[at]) || at >= row.num_published;
-            if self.publish_tail(request, hashes, count, row.blocks[at], at < row.num_published, pool)? {
-                let tokens = count as u64 * self.hash_block_tokens;
-                if tokens >= row.tail.tokens {
-                    row.tail = Tail { tokens, stands_alone };
-                }
-            }
+        let parent = if self.first == 0 { None } else { Some(self.hash(hashes, self.first - 1)?) };
+        pool.events.push(|| PoolEvent::Stored {
+            request: request.into(),
+            set: self.set,
+            keys: keys.into(),
+            starts: starts.into(),
+            parent: parent.map(|hash| hash.as_bytes().into()),
+            start_token: self.first as u64 * self.tokens_per_block,
+            end_token: self.end as u64 * self.tokens_per_block,
+            tokens_per_key: self.tokens_per_block,
+        });
+        row.num_published = self.end;
+        Ok(())
+    }
+
+    /// Publishes the prompt's last whole hash where it ends inside a block that keeps all it holds.
+    fn publish_tail<H: BlockHashes + ?Sized>(
+        &self,
+        request: &str,
+        hashes: &H,
+        row: &Row,
+        pool: &mut BlockPool,
+    ) -> Result<()> {
+        if let Some((count, at)) = self.tail
+            && let Some(&block) = row.blocks.get(at).filter(|block| !block.is_null())
+        {
+            self.publish_inside(request, hashes, count, block, pool)?;
         }
         Ok(())
     }
 
-    /// Publishes a block under the hash of a prefix that ends inside it. Returns whether it was not before.
-    fn publish_tail<H: BlockHashes + ?Sized>(
+    /// Publishes a held block under the hash number `count`, counted from 1, which ends inside it.
+    pub(super) fn publish_inside<H: BlockHashes + ?Sized>(
         &self,
         request: &str,
         hashes: &H,
         count: usize,
         block: BlockId,
-        block_is_published: bool,
         pool: &mut BlockPool,
-    ) -> Result<bool> {
+    ) -> Result<Key> {
         let key = Key::of_block(hashes.get(count - 1)?.as_bytes(), self.set);
-        if block.is_null() || pool.carries(block, &key) {
-            return Ok(false);
+        if pool.carries(block, &key) {
+            return Ok(key);
         }
-        if block_is_published {
-            pool.insert_key(block, key);
-        } else {
-            replace_key(pool, block, key);
+        let tokens = count as u64 * self.hash_block_tokens;
+        if pool.has_keys(block) && pool.key_tokens(block) < tokens {
+            pool.forget(block);
         }
+        pool.insert_key(block, key, tokens);
         let parent = if count < 2 { None } else { Some(hashes.get(count - 2)?) };
-        let start_token = (count as u64 - 1) * self.hash_block_tokens;
+        let start_token = tokens - self.hash_block_tokens;
         pool.events.push(|| PoolEvent::Stored {
             request: request.into(),
             set: self.set,
@@ -272,17 +330,9 @@ impl Plan {
             starts: Box::new([start_token]),
             parent: parent.map(|hash| hash.as_bytes().into()),
             start_token,
-            end_token: start_token + self.hash_block_tokens,
+            end_token: tokens,
             tokens_per_key: self.hash_block_tokens,
         });
-        Ok(true)
+        Ok(key)
     }
-}
-
-/// Publishes a block under `key` alone: what it was known by so far covers fewer tokens than it holds now.
-fn replace_key(pool: &mut BlockPool, block: BlockId, key: Key) {
-    if pool.has_keys(block) && !pool.carries(block, &key) {
-        pool.forget(block);
-    }
-    pool.insert_key(block, key);
 }

@@ -3,6 +3,7 @@
 use hashbrown::HashMap;
 
 use crate::error::{Error, Result};
+use crate::groups::mamba_align::States;
 use crate::ids::BlockId;
 
 /// Finished requests whose buffers are kept for the next ones.
@@ -14,23 +15,35 @@ pub(super) struct Row {
     pub(super) blocks: Vec<BlockId>,
     /// How many leading blocks need not be published any more.
     pub(super) num_published: usize,
-    /// The longest published prefix that ends inside a block.
-    pub(super) tail: Tail,
+    /// A shared block that the row's tokens end inside: the next allocation puts a copy in its place.
+    pub(super) shared_tail: Option<SharedTail>,
+    /// For rows of aligned states.
+    pub(super) states: States,
 }
 
-/// A published prefix that ends inside a block.
-#[derive(Clone, Copy, Debug, Default, Hash)]
-pub(super) struct Tail {
-    /// Tokens up to its end; 0 if there is none.
-    pub(super) tokens: u64,
-    /// Whether its key was the block's first.
-    pub(super) stands_alone: bool,
+/// A block that a request shares and ends inside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct SharedTail {
+    pub(super) place: usize,
+    pub(super) block: BlockId,
 }
 
 impl Row {
     /// The number of blocks, and how many of them need not be published any more.
     pub(super) fn lengths(&self) -> (usize, usize) {
         (self.blocks.len(), self.num_published)
+    }
+
+    /// The shared block that the row's tokens end inside, as long as the row names it.
+    pub(super) fn shared_tail(&self) -> Option<SharedTail> {
+        self.shared_tail.filter(|tail| self.blocks.get(tail.place) == Some(&tail.block))
+    }
+
+    /// Empties the row, but keeps its buffer.
+    fn clear(&mut self) {
+        let mut blocks = std::mem::take(&mut self.blocks);
+        blocks.clear();
+        *self = Self { blocks, ..Self::default() };
     }
 }
 
@@ -91,11 +104,7 @@ impl Requests {
     /// Keeps the buffers of a finished request.
     pub(super) fn recycle(&mut self, mut request: Request) {
         if self.spare.len() < SPARE {
-            for row in &mut request.rows {
-                row.blocks.clear();
-                row.num_published = 0;
-                row.tail = Tail::default();
-            }
+            request.rows.iter_mut().for_each(Row::clear);
             self.spare.push(request);
         }
     }

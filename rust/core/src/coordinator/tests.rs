@@ -259,9 +259,9 @@ fn a_window_gives_back_what_it_does_not_need() -> Result<()> {
     let mut c = coordinator(vec![window], 9);
     assert!(run(&mut c, "first", &hashes(0, 5), 16));
     assert_eq!(row(&c, "first", 0), [1, 2, 3, 4]);
-    c.release_skipped("first", 15)?;
+    c.release_skipped("first", 15, None)?;
     assert_eq!(row(&c, "first", 0), [0, 0, 3, 4]);
-    c.release_skipped("first", 15)?;
+    c.release_skipped("first", 15, None)?;
     assert_eq!(free_order(&c), [5, 6, 7, 8, 2, 1]);
     // One more token: what is behind it goes first, and stays gone if the rest is refused.
     let ask = AllocateRequest { processed_tokens: 16, reserved_blocks: 9, ..AllocateRequest::new("first", 17) };

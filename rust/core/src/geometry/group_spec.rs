@@ -13,18 +13,30 @@ pub enum GroupKind {
     Mla,
     /// Attention over the last `sliding_window` tokens.
     SlidingWindow,
+    /// Attention to the whole prompt, and behind it to the last `sliding_window` tokens (R-SWA).
+    ReferenceWindow,
     /// Attention inside chunks of `attention_chunk_size` tokens.
     ChunkedLocal,
     /// Recurrent state.
     Mamba,
+    /// One block per request that is written round and round.
+    CircularBuffer,
     /// Attention to the encoder's tokens.
     CrossAttention,
 }
 
 impl GroupKind {
     /// All kinds, in the order of their names in messages.
-    pub const ALL: [Self; 6] =
-        [Self::Full, Self::Mla, Self::SlidingWindow, Self::ChunkedLocal, Self::Mamba, Self::CrossAttention];
+    pub const ALL: [Self; 8] = [
+        Self::Full,
+        Self::Mla,
+        Self::SlidingWindow,
+        Self::ReferenceWindow,
+        Self::ChunkedLocal,
+        Self::Mamba,
+        Self::CircularBuffer,
+        Self::CrossAttention,
+    ];
 
     /// The kind's name in configurations.
     pub const fn name(self) -> &'static str {
@@ -32,8 +44,10 @@ impl GroupKind {
             Self::Full => "full",
             Self::Mla => "mla",
             Self::SlidingWindow => "sliding_window",
+            Self::ReferenceWindow => "reference_window",
             Self::ChunkedLocal => "chunked_local",
             Self::Mamba => "mamba",
+            Self::CircularBuffer => "circular_buffer",
             Self::CrossAttention => "cross_attention",
         }
     }
@@ -49,11 +63,65 @@ impl GroupKind {
         })
     }
 
-    /// Whether the context-parallel ranks can each hold a part of this kind's tokens. Recurrent state and the
+    /// Whether the context-parallel ranks can each hold a part of this kind's tokens. Recurrent state, buffers and the
     /// encoder's tokens are whole on every rank.
     const fn can_be_sharded(self) -> bool {
-        !matches!(self, Self::Mamba | Self::CrossAttention)
+        !matches!(self, Self::Mamba | Self::CircularBuffer | Self::CrossAttention)
     }
+
+    /// Whether the kind has a `sliding_window`.
+    const fn has_window(self) -> bool {
+        matches!(self, Self::SlidingWindow | Self::ReferenceWindow)
+    }
+}
+
+/// Which recurrent states a request keeps, as vLLM's `mamba_cache_mode` names them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum StateMode {
+    /// One running state; nothing is shared.
+    #[default]
+    None,
+    /// A state for every block of tokens.
+    All,
+    /// The running state, and those at the ends of blocks at which the scheduler made a step end.
+    Align,
+}
+
+impl StateMode {
+    /// All modes, in the order of their names in messages.
+    pub const ALL: [Self; 3] = [Self::None, Self::All, Self::Align];
+
+    /// The mode's name in configurations.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::All => "all",
+            Self::Align => "align",
+        }
+    }
+
+    /// The mode with this name.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for any other name.
+    pub fn from_name(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|mode| mode.name() == name).ok_or_else(|| {
+            let known: Vec<_> = Self::ALL.iter().map(|mode| mode.name()).collect();
+            Error::config(format!("unknown mamba_cache_mode {name:?}; known modes: {}", known.join(", ")))
+        })
+    }
+}
+
+/// What only groups of kind [`GroupKind::Mamba`] have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct StateSpec {
+    /// Which states a request keeps.
+    pub mode: StateMode,
+    /// Blocks for the states behind draft tokens.
+    pub speculative_blocks: u32,
+    /// The backend can save a state in the middle of a step, so many tokens or a multiple behind its start; `None` = only
+    /// at the end of a step.
+    pub checkpoint_alignment: Option<u32>,
 }
 
 /// One layer of a group.
@@ -90,10 +158,17 @@ pub struct GroupSpec {
     pub layers: Vec<LayerSpec>,
     /// How many distinct shards of the group exist across the context-parallel ranks; `None` = one per rank.
     pub kv_shards: Option<u32>,
-    /// Window in tokens, for [`GroupKind::SlidingWindow`].
+    /// Window in tokens, for [`GroupKind::SlidingWindow`] and [`GroupKind::ReferenceWindow`].
     pub sliding_window: Option<u32>,
+    /// Tokens behind a sliding window that are kept although nothing attends to them.
+    pub extra_retained_tokens: u32,
+    /// Whether blocks can be shared. A sliding window that is computed anew for every request is not; neither are circular
+    /// buffers and the encoder's tokens, whatever is said here.
+    pub prefix_cacheable: bool,
     /// Chunk in tokens, for [`GroupKind::ChunkedLocal`].
     pub attention_chunk_size: Option<u32>,
+    /// For [`GroupKind::Mamba`].
+    pub state: StateSpec,
     /// Whether a draft model reads this group, so that a hit must leave its last block to be computed again.
     pub is_eagle: bool,
 }
@@ -107,7 +182,10 @@ impl GroupSpec {
             layers,
             kv_shards: None,
             sliding_window: None,
+            extra_retained_tokens: 0,
+            prefix_cacheable: true,
             attention_chunk_size: None,
+            state: StateSpec::default(),
             is_eagle: false,
         }
     }
@@ -135,22 +213,49 @@ impl GroupSpec {
             }
             _ => {}
         }
-        for (field, value, owner) in [
-            ("sliding_window", self.sliding_window, GroupKind::SlidingWindow),
-            ("attention_chunk_size", self.attention_chunk_size, GroupKind::ChunkedLocal),
+        let windowed = self.kind.has_window();
+        let chunked = self.kind == GroupKind::ChunkedLocal;
+        for (field, value, belongs, owners) in [
+            ("sliding_window", self.sliding_window, windowed, "sliding_window and reference_window"),
+            ("attention_chunk_size", self.attention_chunk_size, chunked, "chunked_local"),
         ] {
             match value {
                 Some(0) => return Err(Error::config(format!("{kind} group: {field} must be at least 1, got 0"))),
-                Some(tokens) if self.kind != owner => {
-                    return Err(Error::config(format!("{kind} group: {field} is for {}, got {tokens}", owner.name())));
+                Some(tokens) if !belongs => {
+                    return Err(Error::config(format!("{kind} group: {field} is for {owners}, got {tokens}")));
                 }
-                None if self.kind == owner => {
-                    return Err(Error::config(format!("{kind} group: {field} is missing")));
-                }
+                None if belongs => return Err(Error::config(format!("{kind} group: {field} is missing"))),
                 _ => {}
             }
         }
-        Ok(())
+        if self.kind != GroupKind::SlidingWindow {
+            if self.extra_retained_tokens > 0 {
+                let extra = self.extra_retained_tokens;
+                return Err(Error::config(format!(
+                    "{kind} group: extra_retained_tokens is for sliding_window, got {extra}"
+                )));
+            }
+            if !self.prefix_cacheable {
+                return Err(Error::config(format!("{kind} group: prefix_cacheable=False is for sliding_window")));
+            }
+        }
+        if self.kind != GroupKind::Mamba && self.state != StateSpec::default() {
+            return Err(Error::config(format!(
+                "{kind} group: mamba_cache_mode, num_speculative_blocks and checkpoint_alignment are for mamba"
+            )));
+        }
+        match (self.state.mode, self.state.checkpoint_alignment) {
+            (_, Some(0)) => Err(Error::config(format!("{kind} group: checkpoint_alignment must be at least 1, got 0"))),
+            (StateMode::None | StateMode::All, Some(tokens)) => Err(Error::config(format!(
+                "{kind} group: checkpoint_alignment is for mamba_cache_mode \"align\", got {tokens}"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether blocks of the group can be found by their content.
+    pub fn is_cacheable(&self) -> bool {
+        self.prefix_cacheable && !matches!(self.kind, GroupKind::CircularBuffer | GroupKind::CrossAttention)
     }
 
     /// How many distinct shards of this group exist across `dcp_world_size` ranks.

@@ -12,7 +12,7 @@
 
 use crate::error::{Error, Result};
 use crate::geometry::{GroupSpec, LockstepSet, form_sets};
-use crate::groups::{self, Retention};
+use crate::groups::{self, Behaviour};
 use crate::ids::GroupId;
 
 /// What a layout is planned for.
@@ -31,6 +31,8 @@ pub struct LayoutRequest<'a> {
     /// Tokens of one request that are scheduled and whose results are not in yet, at most; `None` = `max_model_len`. What
     /// windows and chunks hold depends on it.
     pub max_in_flight_tokens: Option<u64>,
+    /// Tokens of an encoder, at most. What cross attention holds depends on it.
+    pub max_encoder_tokens: u64,
 }
 
 /// Where the pages of one layer lie in the backing allocation of one rank.
@@ -106,12 +108,11 @@ pub fn plan_layout(request: &LayoutRequest<'_>) -> Result<Layout> {
         bytes_per_block = bytes_per_block.max(set_bytes_per_block(set, request.groups)?);
         let span = set.tokens_per_block;
         let in_flight = request.max_in_flight_tokens.unwrap_or(request.max_model_len);
-        let most = Retention::of(&request.groups[set.group_ids[0].0 as usize]).most_blocks(
-            span,
-            in_flight,
-            request.max_model_len,
-        );
-        let blocks = most.unwrap_or_else(|| request.max_model_len.div_ceil(span));
+        let behaviour = Behaviour::of(&request.groups[set.group_ids[0].0 as usize]);
+        if behaviour == Behaviour::Encoder && request.max_encoder_tokens == 0 {
+            return Err(Error::config("a group of kind \"cross_attention\" needs max_encoder_tokens, got 0"));
+        }
+        let blocks = behaviour.planned_blocks(span, in_flight, request.max_model_len, request.max_encoder_tokens);
         blocks_per_request = blocks_per_request.checked_add(blocks).ok_or_else(|| {
             let (tokens, sum) = (request.max_model_len, u128::from(blocks_per_request) + u128::from(blocks));
             Error::config(format!("max_model_len {tokens} needs {sum} blocks, which overflow 64 bits"))
@@ -222,6 +223,7 @@ mod tests {
             num_blocks: blocks,
             max_model_len: len,
             max_in_flight_tokens: None,
+            max_encoder_tokens: 0,
         })
     }
 

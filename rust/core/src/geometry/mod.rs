@@ -4,6 +4,6 @@ mod group_spec;
 mod layout;
 mod lockstep_set;
 
-pub use group_spec::{GroupKind, GroupSpec, LayerSpec};
+pub use group_spec::{GroupKind, GroupSpec, LayerSpec, StateMode, StateSpec};
 pub use layout::{Layout, LayoutRequest, PageRegion, plan_layout};
 pub use lockstep_set::{LockstepSet, form_sets};

@@ -2,7 +2,8 @@
 //!
 //! * needs: a block for every `tokens_per_block` tokens of the request, for as long as it lives;
 //! * may drop: nothing;
-//! * a hit requires: every block from the first token on. A prefix of a hit is a hit.
+//! * a hit requires: every block from the first token on. A prefix of a hit is a hit. Where hits may end inside a block, the
+//!   last one may be a block that holds more than the hit; it is copied before the request writes to it.
 
 use super::Query;
 use crate::error::Result;
@@ -14,18 +15,38 @@ pub(super) fn find_hit<H: BlockHashes + ?Sized>(
     sets: &[u32],
     rows: &mut [Vec<BlockId>],
 ) -> Result<u64> {
+    let &Query { tokens_per_block: span, alignment, .. } = query;
     let wanted = query.max_blocks();
     let mut matched = 0;
     while matched < wanted && query.find(matched, sets, rows)? {
         matched += 1;
     }
-
-    let mut tokens = matched as u64 * query.tokens_per_block;
-    if query.drop_last_block && tokens > 0 {
-        tokens -= query.tokens_per_block.min(query.alignment);
+    // A set may have found its block where another had none.
+    for row in rows.iter_mut() {
+        row.truncate(matched);
     }
-    tokens -= tokens % query.alignment;
-    trim(rows, tokens, query.tokens_per_block);
+    let mut tokens = matched as u64 * span;
+
+    if query.is_fine_grained() {
+        // From the right, because the longest hit is wanted: an end inside the first block that was not found.
+        let first = matched * query.hashes_per_block;
+        let ends = query.max_hashes().min(first + query.hashes_per_block - 1);
+        for end in (first + 1..=ends).rev() {
+            if query.find_hash(end - 1, matched, sets, rows)? {
+                tokens = end as u64 * alignment;
+                break;
+            }
+            for row in rows.iter_mut() {
+                row.truncate(matched);
+            }
+        }
+    }
+
+    if query.drop_last_block && tokens > 0 {
+        tokens -= span.min(alignment);
+    }
+    tokens -= tokens % alignment;
+    trim(rows, tokens, span);
     Ok(tokens)
 }
 

@@ -12,7 +12,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::pool::Key;
-use crate::pool::events::{EventLog, PoolEvent};
+use crate::pool::events::{BlockUse, EventLog, PoolEvent, UseLog};
 use crate::pool::free_list::FreeList;
 use crate::pool::hash_index::HashIndex;
 
@@ -42,12 +42,15 @@ pub struct BlockPool {
     free: FreeList,
     refs: Vec<u32>,
     index: HashIndex,
+    /// Per block with keys: leading tokens of a request up to the end of what its first key stands for; 0 if not told.
+    key_tokens: Vec<u64>,
     generations: Vec<Generation>,
     /// Number of times any block has lost keys.
     losses: u64,
     enable_caching: bool,
     stats: PoolStats,
     pub(crate) events: EventLog,
+    pub(crate) uses: UseLog,
 }
 
 impl BlockPool {
@@ -68,11 +71,13 @@ impl BlockPool {
             free: FreeList::new(num_blocks)?,
             refs: super::filled(0, num_blocks as usize, "reference counts")?,
             index: HashIndex::new(num_blocks)?,
+            key_tokens: super::filled(0, num_blocks as usize, "key lengths")?,
             generations: super::filled(0, num_blocks as usize, "generations")?,
             losses: 0,
             enable_caching,
             stats: PoolStats::default(),
             events: EventLog::new(enable_events),
+            uses: UseLog::default(),
         })
     }
 
@@ -145,6 +150,7 @@ impl BlockPool {
     /// As [`BlockPool::take`].
     pub fn take_into(&mut self, count: usize, taken: &mut Vec<BlockId>) -> Result<()> {
         self.check_free(count)?;
+        let first = taken.len();
         for _ in 0..count {
             let Some(block) = self.free.pop_front() else { break };
             if self.forget(block) {
@@ -154,6 +160,7 @@ impl BlockPool {
             taken.push(block);
         }
         self.stats.taken += count as u64;
+        self.uses.extend(taken[first..].iter().copied().map(BlockUse::Taken));
         self.note_held();
         Ok(())
     }
@@ -207,10 +214,12 @@ impl BlockPool {
 
     /// As [`BlockPool::release`], for blocks that come in another order than they are stored in.
     pub(crate) fn release_in_order(&mut self, blocks: impl Iterator<Item = BlockId> + Clone) -> Result<()> {
+        let mut some_stay_held = false;
         for (done, block) in blocks.clone().enumerate() {
             let refused = match self.check_real(block) {
                 Ok(()) if self.refs[block.index()] > 0 => {
                     self.refs[block.index()] -= 1;
+                    some_stay_held |= self.refs[block.index()] > 0;
                     continue;
                 }
                 Ok(()) => {
@@ -226,10 +235,15 @@ impl BlockPool {
             }
             return Err(refused);
         }
+        // A block given back several times is queued where its last reference goes, so that the counts go down once more.
+        // Where every block lost its only reference, none is named twice.
+        if some_stay_held {
+            blocks.clone().for_each(|block| self.refs[block.index()] += 1);
+        }
         let mut behind = BlockId::NULL;
         for block in blocks {
-            // A block given back twice is queued at its first occurrence, as it has no references by now.
-            if self.refs[block.index()] != 0 || self.free.contains(block) {
+            self.refs[block.index()] -= u32::from(some_stay_held);
+            if self.refs[block.index()] != 0 {
                 continue;
             }
             if self.index.has_keys(block) {
@@ -255,16 +269,48 @@ impl BlockPool {
         if self.refs[block.index()] == 0 {
             return Err(Error::config(format!("block {block} cannot be published: it is free")));
         }
-        self.insert_key(block, key);
+        self.insert_key(block, key, 0);
         Ok(())
     }
 
-    /// [`BlockPool::publish`] for a block that is known to be held.
+    /// [`BlockPool::publish`] for a block that is known to be held. `tokens`: leading tokens of a request up to the end of
+    /// what the key stands for.
     #[inline]
-    pub(crate) fn insert_key(&mut self, block: BlockId, key: Key) {
+    pub(crate) fn insert_key(&mut self, block: BlockId, key: Key, tokens: u64) {
+        if !self.index.has_keys(block) {
+            self.key_tokens[block.index()] = tokens;
+        }
         if self.index.insert(key, block) {
             self.stats.published += 1;
         }
+    }
+
+    /// Leading tokens of a request up to the end of what the block's first key stands for; 0 if it has none.
+    #[inline]
+    pub(crate) fn key_tokens(&self, block: BlockId) -> u64 {
+        if self.index.has_keys(block) { self.key_tokens[block.index()] } else { 0 }
+    }
+
+    /// The block's first key.
+    pub(crate) fn first_key(&self, block: BlockId) -> Option<Key> {
+        self.index.keys_of(block).next()
+    }
+
+    /// Lets a block without keys be found by all keys of another one instead of it. Nothing is told: what can be found
+    /// stays the same.
+    pub(crate) fn move_keys(&mut self, from: BlockId, to: BlockId) {
+        let Self { index, generations, key_tokens, .. } = self;
+        let mut keys = Vec::new();
+        index.remove_block(from, |key| keys.push(key));
+        if keys.is_empty() {
+            return;
+        }
+        for key in keys {
+            index.insert(key, to);
+        }
+        key_tokens[to.index()] = key_tokens[from.index()];
+        generations[from.index()] = generations[from.index()].wrapping_add(1);
+        self.losses += 1;
     }
 
     /// The first block published under the key that still carries it.
@@ -394,6 +440,7 @@ impl BlockPool {
         self.refs.hash(into);
         self.generations.hash(into);
         for at in (0_u32..).map(BlockId).take(self.refs.len()) {
+            self.key_tokens(at).hash(into);
             for (key, successor) in self.index.keys_and_successors(at) {
                 (at, key, self.index.first(&key), successor).hash(into);
             }

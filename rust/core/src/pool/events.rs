@@ -1,5 +1,6 @@
-//! What happened to keys, in order, for those who mirror the index elsewhere.
+//! What happened to keys and blocks, in order, for those who mirror the index or watch blocks elsewhere.
 
+use crate::ids::BlockId;
 use crate::pool::Key;
 
 /// A change of the index, before it is told to each member group.
@@ -62,5 +63,38 @@ impl EventLog {
     /// What was noted and not yet taken.
     pub(crate) fn pending(&self) -> &[PoolEvent] {
         &self.queue
+    }
+}
+
+/// A use of a block, for those who watch how long content stays and how often it is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockUse {
+    /// Taken for new content; what it held is gone.
+    Taken(BlockId),
+    /// Found or pinned: its content is used once more.
+    Used(BlockId),
+    /// Its content can no longer be found, though it is not taken.
+    Dropped(BlockId),
+}
+
+/// The uses since they were last taken; silent unless switched on.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct UseLog(Option<Vec<BlockUse>>);
+
+impl UseLog {
+    pub(crate) fn new(enabled: bool) -> Self {
+        Self(enabled.then(Vec::new))
+    }
+
+    #[inline]
+    pub(crate) fn extend(&mut self, uses: impl Iterator<Item = BlockUse>) {
+        if let Some(log) = &mut self.0 {
+            log.extend(uses);
+        }
+    }
+
+    /// Hands out and forgets what was noted.
+    pub(crate) fn take(&mut self) -> Vec<BlockUse> {
+        self.0.as_mut().map(std::mem::take).unwrap_or_default()
     }
 }

@@ -7,6 +7,7 @@ mod hash_index;
 mod key;
 
 pub use block_pool::{BlockPool, MAX_BLOCKS, PoolStats};
+pub use events::BlockUse;
 pub use key::{Key, MAX_KEY_BYTES};
 
 pub(crate) use block_pool::Generation;

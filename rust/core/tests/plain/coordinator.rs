@@ -1,7 +1,7 @@
 //! The coordinator as the specification tells it, over the plain pool. No counters, no caches: hits that are out are
 //! marked stale one by one, sets are found by comparing groups, and a prefix is walked from its start every time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use lockstep_kv_core::{CoordinatorConfig, GroupKind, GroupSpec};
 
@@ -62,6 +62,8 @@ pub(crate) struct PlainCoordinator {
     pub(crate) pool: PlainPool<PlainKey>,
     pub(crate) requests: BTreeMap<String, PlainRequest>,
     pub(crate) pins: Vec<u32>,
+    /// Per block with keys: what its first key covers, in leading tokens of a request.
+    covered: HashMap<u32, u64>,
     pub(crate) hits: Vec<PlainHit>,
     pub(crate) events: Vec<PlainEvent>,
 }
@@ -124,6 +126,7 @@ impl PlainCoordinator {
             pool: PlainPool::new(config.num_blocks),
             requests: BTreeMap::new(),
             pins: Vec::new(),
+            covered: HashMap::new(),
             hits: Vec::new(),
             events: Vec::new(),
             config: config.clone(),
@@ -311,8 +314,13 @@ impl PlainCoordinator {
             if first < end {
                 let full: Vec<Hash> =
                     (0..end).map(|at| self.full_hash(hashes, set, at).expect("counted").clone()).collect();
-                for (hash, &block) in full.iter().zip(&request.rows[set]).skip(first) {
-                    self.publish_alone((hash.clone(), set), block);
+                for (at, (hash, &block)) in full.iter().zip(&request.rows[set]).enumerate().skip(first) {
+                    let key = (hash.clone(), set);
+                    if !self.pool.keys_of(block).contains(&key) {
+                        self.pool.forget(block);
+                        self.settle_losses();
+                    }
+                    self.insert(key, block, (at as u64 + 1) * self.spans[set]);
                 }
                 let parent = first.checked_sub(1).map(|before| &full[before]);
                 let span = self.spans[set];
@@ -321,33 +329,34 @@ impl PlainCoordinator {
             let published = end.max(first);
             self.requests.get_mut(name).expect("known").published[set] = published;
             if let Some(count) = tail {
-                self.publish_tail(name, hashes, set, usize::try_from(count).expect("counted"), published);
+                self.publish_tail(name, hashes, set, usize::try_from(count).expect("counted"));
             }
         }
         Ok(())
     }
 
-    /// A key that covers more of the block takes the place of all that it was known by.
-    fn publish_alone(&mut self, key: PlainKey, block: u32) {
-        if !self.pool.keys_of(block).contains(&key) {
-            self.pool.forget(block);
-            self.settle_losses();
+    /// `tokens`: leading tokens of the request up to the end of what the key stands for.
+    fn insert(&mut self, key: PlainKey, block: u32, tokens: u64) {
+        if self.pool.keys_of(block).is_empty() {
+            self.covered.insert(block, tokens);
         }
         self.pool.insert(key, block);
     }
 
-    fn publish_tail(&mut self, name: &str, hashes: &[Hash], set: usize, count: usize, published: usize) {
-        let at = usize::try_from(count as u64 * self.hash_tokens / self.spans[set]).expect("in the row");
-        let block = self.requests[name].rows[set][at];
+    /// A key that covers more than the block's first one takes the place of all that the block was known by.
+    fn publish_tail(&mut self, name: &str, hashes: &[Hash], set: usize, count: usize) {
+        let tokens = count as u64 * self.hash_tokens;
+        let block = self.requests[name].rows[set][usize::try_from(tokens / self.spans[set]).expect("in the row")];
         let key = (hashes[count - 1].clone(), set);
-        if self.pool.keys_of(block).contains(&key) {
+        let keys = self.pool.keys_of(block);
+        if keys.contains(&key) {
             return;
         }
-        if at < published {
-            self.pool.insert(key.clone(), block);
-        } else {
-            self.publish_alone(key.clone(), block);
+        if !keys.is_empty() && self.covered[&block] < tokens {
+            self.pool.forget(block);
+            self.settle_losses();
         }
+        self.insert(key.clone(), block, tokens);
         let parent = (count > 1).then(|| &hashes[count - 2]);
         let start = (count as u64 - 1) * self.hash_tokens;
         self.note_stored(set, name, &[key.0], parent, (start, self.hash_tokens));

@@ -145,15 +145,13 @@ impl<K: Clone + PartialEq> PlainPool<K> {
     }
 
     /// Of the blocks that become free, those without a key go to the head as one batch, the others to the tail, each
-    /// in the order in which they are first named.
+    /// in the order in which their last references go.
     pub(crate) fn release(&mut self, blocks: &[u32]) -> Outcome<()> {
         unless(self.reasons_against_release(blocks))?;
         let mut freed = Vec::new();
         for &block in blocks {
             self.refs[block as usize] -= 1;
-        }
-        for &block in blocks {
-            if self.refs[block as usize] == 0 && !freed.contains(&block) {
+            if self.refs[block as usize] == 0 {
                 freed.push(block);
             }
         }

@@ -1,0 +1,506 @@
+"""The life of an engine's requests, led through vLLM's own `KVCacheManager` and through ours at once.
+
+Everything that vLLM's other parts can see is compared after every call, what they read past the manager included.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hypothesis import strategies as st
+from stock import MAX_MODEL_LEN
+from vllm.distributed.kv_events import BlockRemoved
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from lockstep_kv.vllm import LockstepKVCacheManager
+from lockstep_kv.vllm.hashing import request_block_hasher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stock import Config
+
+__all__ = ["OPERATIONS", "OPTIONS", "Life", "StockFailedError", "carry_out", "lead"]
+
+init_none_hash(sha256)
+# A reset that does not happen is part of the lives.
+logging.getLogger("vllm.v1.core.block_pool").setLevel(logging.ERROR)
+
+
+class StockFailedError(Exception):
+    """vLLM's manager has failed in a way that is known, and where ours does not: there is nothing to compare with."""
+
+
+class Admission(NamedTuple):
+    """How the scheduler takes in a waiting request."""
+
+    chunk: int
+    lookahead: int
+    external: int
+    reserved: int
+    flags: int
+
+    @property
+    def loads_later(self) -> bool:
+        """The external tokens are loaded in the background."""
+        return bool(self.flags & 1 and self.external)
+
+    @property
+    def must_fit_whole(self) -> bool:
+        return bool(self.flags & 2)
+
+    @property
+    def others_run(self) -> bool:
+        return bool(self.flags & 4)
+
+    @property
+    def is_cut(self) -> bool:
+        return bool(self.flags & 8)
+
+    @property
+    def load_fails(self) -> bool:
+        return self.flags == 9
+
+
+class Life:
+    """One engine's requests, and both managers that serve them."""
+
+    def __init__(self, config: Config, options: dict[str, Any]) -> None:
+        arguments = config.arguments(zeroes=options["zeroes"])
+        arguments |= {name: options[name] for name in ("log_stats", "watermark", "enable_kv_cache_events")}
+        collectors = [KVCacheMetricsCollector(1.0) if options["metrics"] else None for _ in range(2)]
+        self.config = config
+        self.zeroes = options["zeroes"]
+        self.theirs = KVCacheManager(**arguments, metrics_collector=collectors[0])
+        self.ours = LockstepKVCacheManager(**arguments, metrics_collector=collectors[1])
+        self.hasher = request_block_hasher(config.hash_tokens, sha256)
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.deferred: list[list[list[Any]]] = []
+        self.held: list[list[list[Any]]] = []
+        self.born = 0
+        self.seen: collections.Counter[str] = collections.Counter()
+        """How often what is rare came up."""
+        self.splitter = self._splitter() if any(group.mode == "align" for group in config.groups) else None
+
+    def both(self, call: Callable[[Any], Any]) -> Any:
+        """Call both managers; their answers must be equal, as ids."""
+        theirs, ours = plain(call(self.theirs)), plain(call(self.ours))
+        assert ours == theirs
+        return theirs
+
+    def _splitter(self) -> Any:
+        """As much of a scheduler as vLLM's rule for the ends of steps looks at."""
+        states = [group for group in self.config.groups if group.mode == "align"]
+        coordinator = self.theirs.coordinator
+        return SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=states[0].block_size),
+            block_size=self.theirs.coordinator.scheduler_block_size,
+            hash_block_size=self.config.hash_tokens,
+            mamba_partial_cache_hit=coordinator.enable_partial_hash_hits
+            and self.config.hash_tokens < coordinator.scheduler_block_size,
+            mamba_shared_prefix_checkpoint=self.theirs.mamba_shared_prefix_checkpoint,
+            mamba_has_prefill_checkpoint_blocks=all(group.checkpoint is not None for group in states),
+            mamba_prefill_checkpoint_alignment=states[0].checkpoint,
+            use_eagle_block_drop=self.config.use_eagle,
+            max_num_scheduled_tokens=MAX_MODEL_LEN,
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+        )
+
+    def split(self, request: Request, chunk: int, local: int = 0, external: int = 0) -> int:
+        """Where vLLM's scheduler ends a step of so many tokens."""
+        if self.splitter is None:
+            return chunk
+        tokens: int = Scheduler._mamba_block_aligned_split(self.splitter, request, chunk, local, external)
+        return tokens
+
+    def start(self, prompt: list[int], salt: str | None, report: str) -> None:
+        # Under context parallelism, and where hits end inside blocks, vLLM's full report fails or names wrong tokens.
+        whole = self.config.dcp == 1 and not self.theirs.coordinator.enable_partial_hash_hits
+        extra = {"kv_cache_report_mode": report if whole else "incremental"}
+        sampling = SamplingParams(max_tokens=64, extra_args=extra)
+        request = Request(f"r{self.born}", prompt, sampling, None, block_hasher=self.hasher, cache_salt=salt)
+        self.born += 1
+        self.waiting.append(request)
+
+    def look_up(self, request: Request, external: int) -> tuple[list[Any], int, int]:
+        """What the scheduler finds for a waiting request: both results, the hit, and what a connector adds to it."""
+        unit = max(group.block_size for group in self.config.groups) if self.config.has_states else 1
+        if not external or not self.config.has_states or self.attention_lags(request):
+            found: list[tuple[Any, ...]] = [
+                manager.get_computed_blocks(request) for manager in (self.theirs, self.ours)
+            ]
+        else:
+            found = [manager.get_computed_blocks_for_connector(request) for manager in (self.theirs, self.ours)]
+        assert plain(found[0]) == plain(found[1])
+        num_hit = found[0][1]
+        external = min(external, request.num_tokens - 1 - num_hit)
+        if self.config.has_states:
+            # A connector adds whole blocks to whole blocks.
+            external = 0 if num_hit % unit else external - external % unit
+            if external == 0 and len(found[0]) > 3 and found[0][3]:
+                found = [manager.get_computed_blocks(request) for manager in (self.theirs, self.ours)]
+                assert plain(found[0]) == plain(found[1])
+                num_hit = found[0][1]
+        return found, num_hit, external
+
+    def attention_lags(self, request: Request) -> bool:
+        """Whether groups of attention would be hit by different lengths: vLLM takes the first one's for all then."""
+        coordinator = self.theirs.coordinator
+        if not self.config.enable_caching or len(self.config.groups) == 1:
+            return False
+        _, found = coordinator.find_longest_cache_hit_per_group(request.block_hashes, request.num_tokens - 1)
+        groups = zip(self.config.groups, found, strict=True)
+        return len({tokens for group, tokens in groups if group.kind != "mamba" and group.is_cacheable}) > 1
+
+    def admit(self, request: Request, how: Admission) -> None:
+        """What the scheduler does for a waiting request."""
+        found, num_hit, external = self.look_up(request, how.external)
+        for manager in (self.theirs, self.ours):
+            manager.record_prefix_cache_stats(request, num_hit)
+        request.shared_prefix_boundary = found[0][2]
+        how = how._replace(external=external)
+        chunk = min(how.chunk, request.num_tokens - num_hit - external)
+        chunk = 0 if how.loads_later else self.split(request, chunk, num_hit, external)
+        if not chunk and not how.loads_later:
+            return
+        lookahead = 0 if how.loads_later else how.lookahead
+        answers = []
+        for manager, result in zip((self.theirs, self.ours), found, strict=True):
+            cut = how.is_cut and num_hit % self.theirs.coordinator.scheduler_block_size == 0 and len(result) == 3
+            kept = manager.truncate_computed_blocks(result[0], num_hit) if cut else result[0]
+            try:
+                answer = manager.allocate_slots(
+                    request,
+                    chunk,
+                    num_new_computed_tokens=num_hit,
+                    new_computed_blocks=kept,
+                    num_lookahead_tokens=lookahead,
+                    num_external_computed_tokens=external,
+                    delay_cache_blocks=how.loads_later,
+                    num_encoder_tokens=request.num_prompt_tokens if self.has_encoder else 0,
+                    full_sequence_must_fit=how.must_fit_whole,
+                    reserved_blocks=how.reserved,
+                    has_scheduled_reqs=how.others_run,
+                    skip_zeroing_group_ids=(0,) if how.loads_later else (),
+                )
+            except ValueError as error:
+                # vLLM's test of aligned states leaves out what an external tier loads, and fails half way.
+                if manager is not self.theirs or not external or "free blocks from the pool" not in str(error):
+                    raise
+                answer = "failed"
+            answers.append(plain(answer))
+        if answers[0] == "failed":
+            assert answers[1] is None, "ours finds that it does not fit"
+            self.ours._core.audit()
+            raise StockFailedError
+        assert answers[0] == answers[1]
+        if answers[0] is None:
+            self.seen["refusals"] += 1
+            return
+        self.seen["admissions"] += 1
+        self.seen["hits"] += num_hit > 0
+        self.seen["hits inside a block"] += any(num_hit % span for span in self.config.spans)
+        self.seen["external"] += external > 0
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_hit + external + chunk
+        if how.loads_later:
+            self.load(request, num_hit, fails=how.load_fails)
+
+    def carry_on(self, request: Request, num_tokens: int) -> None:
+        """One step of a waiting request that finds nothing."""
+        self.both(lambda manager: manager.allocate_slots(request, num_tokens))
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_tokens
+
+    @property
+    def has_encoder(self) -> bool:
+        return any(group.kind == "cross_attention" for group in self.config.groups)
+
+    def load(self, request: Request, num_hit: int, *, fails: bool) -> None:
+        """A load in the background comes to its end."""
+        if fails and not self.config.has_states:
+            unit = self.theirs.coordinator.scheduler_block_size
+            request.num_computed_tokens = max(num_hit, request.num_computed_tokens // 2) // unit * unit
+            if not request.num_computed_tokens:
+                self.preempt(request)
+                return
+            if self.zeroes:
+                start = request.num_computed_tokens
+                self.both(lambda manager: manager.record_blocks_for_zeroing(request.request_id, start))
+        self.both(lambda manager: manager.cache_blocks(request, request.num_computed_tokens))
+
+    def step(self, request: Request, chunk: int, drafts: int, accepted: int, reserved: int, *, settles: bool) -> None:
+        """A prompt's next chunk, or a decoded token with drafts of which some are accepted."""
+        left = request.num_tokens - request.num_computed_tokens
+        if left <= 0:
+            if request.num_tokens + 2 * drafts + 1 >= MAX_MODEL_LEN:
+                return
+            request.append_output_token_ids(7)
+            left = 1
+        chunk = self.split(request, min(chunk, left))
+        if not chunk:
+            return
+        drafts = drafts if chunk == left else 0
+        answer = self.both(
+            lambda manager: manager.allocate_slots(
+                request, chunk + drafts, num_lookahead_tokens=drafts, reserved_blocks=reserved
+            )
+        )
+        if answer is None:
+            self.seen["refusals"] += 1
+            return
+        self.seen["checkpoints"] += len(getattr(self.theirs.coordinator.single_type_managers[-1], "_checkpoints", ()))
+        request.num_computed_tokens += chunk
+        for _ in range(min(accepted, drafts)):
+            request.append_output_token_ids(9)
+            request.num_computed_tokens += 1
+        # Async scheduling: the results of the last step, or of none, are in.
+        request.num_in_flight_tokens = 0 if settles else chunk
+
+    def preempt(self, request: Request) -> None:
+        self.end(request, later=False)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_in_flight_tokens = 0
+        request.num_preemptions += 1
+        self.waiting.append(request)
+
+    def end(self, request: Request, *, later: bool) -> None:
+        self.seen["final states"] += len(self.both(lambda manager: manager.finalize_partial_tail_offloads(request)))
+        self.running.remove(request)
+        if later:
+            pair = [manager.pop_blocks_for_free(request) for manager in (self.theirs, self.ours)]
+            assert plain(pair[0]) == plain(pair[1])
+            self.deferred.append(pair)
+        else:
+            self.both(lambda manager: manager.free(request))
+
+    def tick(self) -> None:
+        """A step of the scheduler ends and a new one begins. What copies hold is given back later."""
+        self.seen["offers"] += len(self.both(lambda manager: manager.take_boundary_state_offloads()))
+        copies = [manager.take_kv_cache_block_copies() for manager in (self.theirs, self.ours)]
+        assert copies[0][0] == copies[1][0]
+        assert plain(copies[0][1]) == plain(copies[1][1])
+        self.seen["copies"] += len(copies[0][0])
+        if copies[0][0]:
+            self.held.append([blocks[::-1] for _, blocks in copies])
+        self.both(lambda manager: manager.new_step_starts())
+
+    def drain(self, held: list[list[list[Any]]]) -> None:
+        """Give back what was held first."""
+        if held:
+            theirs, ours = held.pop(0)
+            self.theirs.block_pool.free_blocks(reversed(theirs))
+            self.ours.block_pool.free_blocks(reversed(ours))
+
+    def touch(self, ids: list[int]) -> None:
+        """What a connector does to keep blocks, and one that it takes for itself."""
+        pools = (self.theirs.block_pool, self.ours.block_pool)
+        known = [block_id for block_id in dict.fromkeys(ids) if 0 < block_id < self.config.num_blocks]
+        # Blocks for drafts belong to their request alone.
+        known = [block_id for block_id in known if not self.config.has_states or pools[0].blocks[block_id].block_hash]
+        held = [[pool.blocks[block_id] for block_id in known] for pool in pools]
+        for pool, blocks in zip(pools, held, strict=True):
+            pool.touch(blocks)
+        if pools[0].get_num_free_blocks():
+            taken = [pool.get_new_blocks(1) for pool in pools]
+            assert plain(taken[0]) == plain(taken[1])
+            held = [[*blocks, *more] for blocks, more in zip(held, taken, strict=True)]
+        self.held.append(held)
+
+    def compare(self) -> None:
+        """Everything that other parts of vLLM can see is equal."""
+        theirs, ours = self.theirs, self.ours
+        pool, view = theirs.block_pool, ours.block_pool
+        assert ours.usage == theirs.usage
+        assert view.get_num_free_blocks() == pool.get_num_free_blocks() == view.free_block_queue.num_free_blocks
+        assert plain(view.free_block_queue.get_all_free_blocks()) == plain(pool.free_block_queue.get_all_free_blocks())
+        for block, other in zip(pool.blocks[1:], view.blocks[1:], strict=True):
+            assert (other.ref_cnt, other.block_hash, other.is_null) == (block.ref_cnt, block.block_hash, block.is_null)
+            assert other.block_hash_num_tokens == block.block_hash_num_tokens
+            extra = pool.cached_block_hashes_by_block.get(block.block_id) or set()
+            assert set(view.cached_block_hashes_by_block.get(block.block_id) or ()) == extra
+            for key in filter(None, [block.block_hash, *extra]):
+                found = pool.cached_block_hash_to_block.get_one_block(key)
+                assert view.cached_block_hash_to_block.get_one_block(key).block_id == found.block_id
+        for request in self.running:
+            self.both(self.reader(request))
+        for request in self.running + self.waiting:
+            self.both(self.finder(request))
+        events = [in_any_order(manager.take_events()) for manager in (theirs, ours)]
+        assert events[1] == events[0]
+        if self.zeroes:
+            # vLLM notes copies even where nothing is to be zeroed (nobody reads it then), and null blocks after a load
+            # that failed.
+            self.both(lambda manager: [block_id for block_id in manager.take_new_block_ids() if block_id])
+        watched = (theirs.metrics_collector, ours.metrics_collector)
+        if watched[0] is not None and watched[1] is not None:
+            assert list(watched[1].block_metrics) == list(watched[0].block_metrics)
+            for evicted, other in zip(watched[0].drain_events(), watched[1].drain_events(), strict=True):
+                assert len(evicted.reuse_gaps_seconds) == len(other.reuse_gaps_seconds)
+        ours._core.audit()
+
+    def reader(self, request: Request) -> Callable[[Any], Any]:
+        """All that can be read of a running request."""
+        name = request.request_id
+        nothing: tuple[list[Any], ...] = tuple([] for _ in self.config.groups)
+
+        def read(manager: Any) -> Any:
+            views = manager.coordinator.single_type_managers
+            return [
+                manager.get_block_ids(name),
+                manager.get_blocks(name).get_unhashed_block_ids_all_groups(),
+                manager.get_block_ids_for_computed_tokens(name, 13),
+                manager.estimate_cached_tokens(request),
+                # With the cap, because without it vLLM's question changes what the next step saves.
+                manager.coordinator.get_num_blocks_to_allocate(
+                    name, 500, nothing, 70, request.num_computed_tokens, request.num_computed_tokens, 490, True, 300
+                ),
+                [(len(view.req_to_blocks.get(name, ())), view.num_cached_block.get(name) or 0) for view in views],
+                [(view.block_size, view.use_eagle, view.kv_cache_group_id) for view in views],
+                [(view.has_positionally_stable_blocks, view.records_new_block_ids) for view in views],
+                [view.supports_fine_grained_hash_lookup for view in views if view.kv_cache_spec.prefix_cacheable],
+            ]
+
+        return read
+
+    def finder(self, request: Request) -> Callable[[Any], Any]:
+        """What lookups past the manager find."""
+        limit = min(40, request.num_tokens - 1)
+        hybrid = self.config.enable_caching and len(self.config.groups) > 1
+
+        def find(manager: Any) -> Any:
+            found = [manager.coordinator.find_longest_cache_hit(request.block_hashes, limit)]
+            if hybrid:
+                found.append(manager.coordinator.find_longest_cache_hit_per_group(request.block_hashes, limit))
+                found.append(manager.coordinator.full_attention_group_id)
+            return found
+
+        return find
+
+
+def plain(answer: Any) -> Any:
+    """An answer with blocks as ids."""
+    if hasattr(answer, "get_block_ids"):
+        return answer.get_block_ids()
+    if hasattr(answer, "block_id"):
+        return answer.block_id
+    if isinstance(answer, list | tuple):
+        return [plain(item) for item in answer]
+    return answer
+
+
+def in_any_order(events: list[Any]) -> list[Any]:
+    """Events, with removals that follow each other sorted: vLLM keeps a block's further hashes in a set."""
+    runs = itertools.groupby(events, key=lambda event: isinstance(event, BlockRemoved))
+    return [sorted(run, key=repr) if removals else list(run) for removals, run in runs]
+
+
+SMALL = st.integers(0, 9)
+FEW = st.sampled_from([0, 0, 0, 3])
+IDS = st.lists(st.integers(0, 89), max_size=3)
+ARGUMENTS: dict[str, tuple[st.SearchStrategy[Any], ...]] = {
+    "rest": (),
+    "start": (
+        st.sampled_from([0, 0, 0, 1]),
+        st.sampled_from([1, 7, 8, 16, 17, 31, 32, 33, 48, 64, 65, 90]),
+        st.sampled_from([None, None, None, "salt"]),
+        st.sampled_from(["incremental", "incremental", "full"]),
+    ),
+    "admit": (SMALL, st.sampled_from([5, 16, 90, 90]), FEW, st.sampled_from([0, 0, 5, 17, 40]), FEW, SMALL),
+    "admit all": (SMALL,),
+    "step": (SMALL, st.integers(1, 40), FEW, st.integers(0, 3), FEW, st.booleans()),
+    "tick": (),
+    "preempt": (SMALL,),
+    "end": (SMALL, st.booleans()),
+    "drain": (),
+    "touch": (IDS,),
+    "release": (),
+    "evict": (IDS,),
+    "reset": (),
+}
+WEIGHTS = {"start": 6, "admit": 4, "admit all": 6, "step": 9, "tick": 6, "end": 3}
+# The first is what operations that do not matter for a failure shrink to.
+NAMES = st.sampled_from([name for name in ARGUMENTS for _ in range(WEIGHTS.get(name, 1))])
+OPERATIONS: st.SearchStrategy[tuple[Any, ...]] = NAMES.flatmap(lambda name: st.tuples(st.just(name), *ARGUMENTS[name]))
+OPTIONS = st.fixed_dictionaries(
+    {
+        "log_stats": st.booleans(),
+        "watermark": st.sampled_from([0.0, 0.0, 0.05]),
+        "metrics": st.booleans(),
+        "zeroes": st.booleans(),
+        "enable_kv_cache_events": st.booleans(),
+    }
+)
+
+
+def carry_out(life: Life, operation: tuple[Any, ...]) -> None:  # noqa: C901 - a table
+    """Do one thing to both managers."""
+    match operation:
+        case ("start", family, length, salt, report):
+            life.start([family * 1000 + at for at in range(length)], salt, report)
+        case ("admit", which, *how) if life.waiting:
+            life.admit(life.waiting[which % len(life.waiting)], Admission(*how))
+        case ("admit all", which) if life.waiting:
+            life.admit(life.waiting[which % len(life.waiting)], Admission(90, 0, 0, 0, 0))
+        case ("step", which, *how, settles) if life.running:
+            life.step(life.running[which % len(life.running)], *how, settles=settles)
+        case ("tick",):
+            life.tick()
+        case ("preempt", which) if life.running:
+            life.preempt(life.running[which % len(life.running)])
+        case ("end", which, later) if life.running:
+            life.end(life.running[which % len(life.running)], later=later)
+        case ("drain",):
+            life.drain(life.deferred)
+        case ("touch", ids):
+            life.touch(ids)
+        case ("release",):
+            life.drain(life.held)
+        case ("evict", ids):
+            known = {block_id for block_id in ids if block_id < life.config.num_blocks}
+            life.both(lambda manager: manager.evict_blocks(known))
+        case ("reset",):
+            life.both(lambda manager: manager.reset_prefix_cache())
+            life.both(lambda manager: [vars(stats) for stats in [manager.make_prefix_cache_stats()] if stats])
+
+
+def lead(config: Config, options: dict[str, Any], operations: list[tuple[Any, ...]]) -> tuple[Life, int]:
+    """Lead a life from its beginning to its end and compare after every step. Returns it and the number of steps."""
+    random.seed(0)
+    life = Life(config, options)
+    steps = 0
+    try:
+        for operation in operations:
+            carry_out(life, operation)
+            life.compare()
+            steps += 1
+        for request in list(life.running):
+            life.end(request, later=False)
+        life.tick()
+        while life.deferred or life.held:
+            life.drain(life.deferred)
+            life.drain(life.held)
+            life.compare()
+            steps += 1
+    except StockFailedError:
+        life.seen["vLLM failed half way"] += 1
+        return life, steps
+    assert life.ours.block_pool.get_num_free_blocks() == config.num_blocks - 1
+    return life, steps
