@@ -36,6 +36,7 @@ lint: build
 	$(BIN)/python -m mypy.stubtest lockstep_kv._core
 
 bench: build .venv/vllm
+	$(BIN)/python benches/steps_by_length.py
 	$(BIN)/python benches/decode_vs_vllm.py
 	$(BIN)/python benches/replay_vs_vllm.py "$(or $(TRACE),$(error give TRACE=file.jsonl))"
 
