@@ -1,7 +1,7 @@
 //! Which of a request's leading tokens are in the pool already, in all sets at once.
 
 use super::Coordinator;
-use super::config::LookupClass;
+use super::classes::LookupClass;
 use crate::error::{Error, Result};
 use crate::groups::{self, Query};
 use crate::hash::BlockHashes;

@@ -2,8 +2,10 @@
 //! look up, allocate, publish, release.
 
 mod allocate;
+mod classes;
 mod config;
 mod events;
+mod geometry;
 mod inspect;
 mod lookup;
 mod need;
@@ -35,7 +37,7 @@ use crate::ids::{BlockId, GroupId};
 use crate::pool::events::UseLog;
 use crate::pool::{BlockPool, BlockUse, Key, PoolStats};
 use allocate::Added;
-use config::Geometry;
+use geometry::Geometry;
 use requests::Requests;
 
 /// Tells coordinators apart, so that a hit of one is not taken for a hit of another.

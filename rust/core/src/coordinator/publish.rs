@@ -1,6 +1,6 @@
 //! Making a request's computed blocks findable.
 
-use super::config::Geometry;
+use super::geometry::Geometry;
 use super::requests::Row;
 use super::states::StateOffer;
 use super::{Coordinator, CoordinatorConfig};

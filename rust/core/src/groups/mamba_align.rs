@@ -184,3 +184,67 @@ impl States {
 pub(super) fn planned_blocks(spec: StateSpec) -> u64 {
     2 + u64::from(spec.speculative_blocks) + u64::from(spec.checkpoint_alignment.is_some())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::geometry::StateMode;
+
+    fn spec(drafts: u32) -> StateSpec {
+        StateSpec { mode: StateMode::Align, speculative_blocks: drafts, checkpoint_alignment: Some(2) }
+    }
+
+    /// A row after it has grown to `required` places, with new blocks numbered from 100.
+    fn grown(states: &mut States, drafts: u32, row: &[u32], required: usize, has_checkpoint: bool) -> Vec<u32> {
+        let mut row: Vec<BlockId> = row.iter().copied().map(BlockId).collect();
+        let growth = states.growth(spec(drafts), row.len(), required, has_checkpoint, false);
+        states.grow(spec(drafts), growth, &mut row);
+        row.iter().map(|block| block.0).chain((100..).take(growth.new)).collect()
+    }
+
+    #[test]
+    fn a_row_has_blocks_at_its_end_only() {
+        let mut states = States::default();
+        assert_eq!(grown(&mut states, 1, &[], 5, false), [0, 0, 0, 100, 101]);
+        assert_eq!(states.last, None);
+        // The draft block moves behind the place that the next step ends at.
+        assert_eq!(grown(&mut states, 1, &[0, 0, 0, 1, 2], 7, false), [0, 0, 0, 1, 0, 2, 100]);
+        assert_eq!(states.last, Some(3));
+        assert_eq!(grown(&mut states, 1, &[0, 0, 0, 1, 0, 2, 3], 7, false), [0, 0, 0, 1, 0, 2, 3]);
+    }
+
+    #[test]
+    fn a_state_saved_inside_a_step_has_the_place_before_the_last() {
+        let mut states = States::default();
+        assert_eq!(grown(&mut states, 0, &[], 4, true), [0, 0, 100, 101]);
+        let mut started = States::default();
+        assert_eq!(grown(&mut started, 0, &[0, 5], 4, true), [0, 5, 100, 101]);
+        assert_eq!(started.last, Some(1), "the state of the hit");
+    }
+
+    #[test]
+    fn a_step_saves_where_a_resent_prompt_can_go_on() {
+        let step =
+            Step { span: 16, hash_block_tokens: 4, alignment: 4, has_draft: false, start: 0, end: 40, prefill_end: 0 };
+        let saved = |step: Step, row: &[BlockId]| {
+            step.checkpoint(spec(0), &States::default(), row).map(|checkpoint| (checkpoint.tokens, checkpoint.place))
+        };
+        assert_eq!(saved(step, &[]), Some((36, 1)));
+        assert_eq!(saved(Step { has_draft: true, ..step }, &[]), Some((36, 1)));
+        assert_eq!(saved(Step { end: 41, ..step }, &[]), Some((40, 1)));
+        assert_eq!(saved(Step { end: 16, ..step }, &[]), None, "one block: its state is the last");
+        assert_eq!(saved(Step { start: 35, ..step }, &[]), None, "not at a hash");
+        assert_eq!(saved(Step { prefill_end: 41, ..step }, &[]), None, "not the last step of the prefill");
+        assert_eq!(saved(step, &[BlockId(1), BlockId(2)]), None, "the place holds a state");
+        assert_eq!(saved(step, &[BlockId(1), BlockId::NULL]), Some((36, 1)));
+    }
+
+    #[test]
+    fn resume_points_leave_a_token_or_what_a_draft_model_reads() {
+        assert_eq!(resume_point(17, 4, false), 16);
+        assert_eq!(resume_point(16, 4, false), 12);
+        assert_eq!(resume_point(16, 4, true), 12);
+        assert_eq!(resume_point(3, 4, true), 0);
+        assert_eq!(resume_point(0, 4, false), 0);
+    }
+}
