@@ -101,6 +101,8 @@ class LockstepKVCacheManager(KVCacheManager):
         self.coordinator: Any = view(self, self._core, kv_cache_config, scheduler_block_size)
         kinds = {group.kind for group in config.groups}
         self._has_states = "mamba" in kinds
+        # Requests that have published states since their steps last came back.
+        self._writers: dict[str, Request] = {}
         # Nothing is to be told or reserved: the calls of running requests take the short way.
         self._can_grow = enable_caching and not (self._watched or self._has_states or self.watermark_blocks)
         self._drops_blocks = not kinds <= _KEEPS_ALL
@@ -207,6 +209,7 @@ class LockstepKVCacheManager(KVCacheManager):
         if self._drops_blocks:
             options["processed_tokens"] = max(0, computed - request.num_in_flight_tokens)
         if self._has_states:
+            self._writers[request.request_id] = request
             options["main_tokens"] = num_tokens if num_tokens < limit else limit
             options["computed_tokens"] = request.num_computed_tokens
             # Where the scheduler sees the prefill end: a resumed request computes its output tokens anew.
@@ -250,7 +253,13 @@ class LockstepKVCacheManager(KVCacheManager):
 
     def free(self, request: Request) -> None:
         """End a request. One that holds nothing, as it was aborted before it got blocks, is no error."""
+        self._give_up(request)
         self.free_by_id(request.request_id)
+
+    def _give_up(self, request: Request) -> None:
+        """Forget the states of a step that is in flight: whether it writes them is not known any more."""
+        if self._has_states and request.num_in_flight_tokens:
+            self._core.forget_unwritten(request.request_id, _processed(request))
 
     def free_by_id(self, request_id: str) -> None:
         """End a request."""
@@ -261,15 +270,21 @@ class LockstepKVCacheManager(KVCacheManager):
 
     def pop_blocks_for_free(self, request: Request) -> list[Any]:
         """End a request and keep its blocks held until `block_pool.free_blocks` gives them back."""
+        self._give_up(request)
         return self.pop_blocks_by_id(request.request_id)
 
     def pop_blocks_by_id(self, request_id: str) -> list[BlockView]:
-        """End a request and keep its blocks held."""
+        """End a request and keep its blocks held.
+
+        vLLM gives them back from the last to the first: the last group stands first, so that this is the order of `free`.
+        """
         try:
-            blocks = self._core.detach(request_id)
+            rows = self._core.block_ids(request_id)
+            self._core.detach(request_id)
         except UnknownRequestError:
             return []
-        return [self.block_pool.blocks[block_id] for block_id in blocks]
+        blocks = self.block_pool.blocks
+        return [blocks[block_id] for row in reversed(rows) for block_id in row]
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -282,9 +297,10 @@ class LockstepKVCacheManager(KVCacheManager):
                 return
 
     def new_step_starts(self) -> None:
-        """Tell that a step begins: states that earlier ones have published can be hit now."""
+        """Tell that a step begins: states of earlier ones can be hit now, unless their steps are in flight."""
         if self._has_states:
-            self._core.new_step()
+            self._writers = {name: request for name, request in self._writers.items() if request.num_in_flight_tokens}
+            self._core.new_step({name: _processed(request) for name, request in self._writers.items()})
 
     # Reading.
 
@@ -379,3 +395,9 @@ class LockstepKVCacheManager(KVCacheManager):
             ids = blocks.get_block_ids()
             hit = self._core.hit_of(ids, num_tokens) if any(ids) else None
         return hit
+
+
+def _processed(request: Request) -> int:
+    """The tokens of a request whose steps have come back."""
+    processed: int = request.num_computed_tokens - request.num_in_flight_tokens
+    return max(0, processed)

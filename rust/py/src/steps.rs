@@ -4,7 +4,7 @@ use lockstep_kv_core::BlockId;
 use lockstep_kv_core::coordinator::StateOffer;
 use lockstep_kv_core::pool::BlockUse;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyDict, PyList};
 
 use crate::args::{Given, text, uint};
 use crate::coordinator::Coordinator;
@@ -21,9 +21,23 @@ fn list_of_offers(py: Python<'_>, offers: Vec<StateOffer>) -> PyResult<Bound<'_,
 #[pymethods]
 impl Coordinator {
     /// A new step begins: states that earlier steps have published are written and can be hit. Only groups of kind "mamba"
-    /// depend on steps.
-    fn new_step(&mut self) {
-        self.0.new_step();
+    /// depend on steps. `in_flight` names requests whose last steps have not come back, each with the tokens up to which it is
+    /// processed: states behind these still wait.
+    #[pyo3(signature = (in_flight=None))]
+    fn new_step(&mut self, in_flight: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+        let given: Vec<_> = in_flight.map_or(Vec::new(), |given| given.iter().collect());
+        let one = |(name, tokens)| Ok((text(name, "in_flight")?, uint(tokens, "in_flight")?));
+        let named = given.iter().map(|(name, tokens)| one((name, tokens))).collect::<PyResult<Vec<_>>>()?;
+        self.0.new_step(&named);
+        Ok(())
+    }
+
+    /// Forget the states behind `processed_tokens` that a request has published, because it is given up before the steps that
+    /// write them have come back.
+    fn forget_unwritten(&mut self, request_id: &Bound<'_, PyAny>, processed_tokens: &Bound<'_, PyAny>) -> PyResult<()> {
+        let processed = uint(processed_tokens, "processed_tokens")?;
+        self.0.forget_unwritten(text(request_id, "request_id")?, processed);
+        Ok(())
     }
 
     /// The copies that the step must make before it computes anything: (group, from, to) tuples, one lockstep set after the

@@ -192,7 +192,7 @@ impl Coordinator {
         // Even a request that needs no block is refused if fewer are free than must be left over.
         let need = self.need(ask, hit, computed, &ask.slots(), false);
         let left_over = blocks(ask.reserved_blocks).saturating_add(watermark);
-        if need.asked.saturating_add(left_over) > free || need.taken > free {
+        if need.asked.saturating_add(left_over) > free {
             return None;
         }
         if ask.whole_tokens > 0 {

@@ -20,7 +20,7 @@ mod tests;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use hashbrown::{HashMap, HashSet};
+use hashbrown::HashMap;
 
 pub use allocate::{AllocateRequest, Allocation};
 pub use config::CoordinatorConfig;
@@ -39,6 +39,7 @@ use crate::pool::{BlockPool, BlockUse, Key, PoolStats};
 use allocate::Added;
 use geometry::Geometry;
 use requests::Requests;
+use states::Writer;
 
 /// Tells coordinators apart, so that a hit of one is not taken for a hit of another.
 static NEXT_COORDINATOR: AtomicU64 = AtomicU64::new(0);
@@ -76,8 +77,8 @@ pub struct Coordinator {
     copies: Vec<Vec<BlockCopy>>,
     /// Per set: states that can be stored elsewhere.
     offers: Vec<Vec<StateOffer>>,
-    /// Keys of states that the running step has yet to write.
-    unwritten: HashSet<Key>,
+    /// Keys of states that steps have yet to write.
+    unwritten: HashMap<Key, Writer>,
     /// Per set: blocks that must be cleared.
     to_clear: Vec<Vec<BlockId>>,
     lookups: u64,
@@ -107,7 +108,7 @@ impl Coordinator {
             added: Vec::new(),
             copies: vec![Vec::new(); num_sets],
             offers: vec![Vec::new(); num_sets],
-            unwritten: HashSet::new(),
+            unwritten: HashMap::new(),
             to_clear: vec![Vec::new(); num_sets],
             lookups: 0,
             lookup_tokens: 0,
@@ -244,7 +245,7 @@ impl Coordinator {
         let mut pins: Vec<_> = self.pins.iter().collect();
         pins.sort();
         pins.hash(&mut hasher);
-        let mut unwritten: Vec<_> = self.unwritten.iter().map(Key::as_bytes).collect();
+        let mut unwritten: Vec<_> = self.unwritten.iter().map(|(key, writer)| (key.as_bytes(), writer)).collect();
         unwritten.sort();
         unwritten.hash(&mut hasher);
         (&self.copies, &self.offers, &self.to_clear).hash(&mut hasher);

@@ -12,8 +12,7 @@ use crate::ids::BlockId;
 /// Free blocks that an allocation needs, over all sets.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Need {
-    /// How many must be free, counted as vLLM does. It differs from `taken` only where a row of aligned states starts with
-    /// tokens that an external tier loads.
+    /// How many must be free. More than `taken` only where vLLM estimates and does not count.
     pub(super) asked: usize,
     /// How many leave the queue. Hits that nobody holds do as well.
     pub(super) taken: usize,
@@ -21,7 +20,7 @@ pub(super) struct Need {
 
 impl Need {
     fn add(&mut self, asked: usize, taken: usize) {
-        self.asked = self.asked.saturating_add(asked);
+        self.asked = self.asked.saturating_add(asked.max(taken));
         self.taken = self.taken.saturating_add(taken);
     }
 }
@@ -35,7 +34,10 @@ impl Coordinator {
     /// [`Error::Config`](crate::Error::Config) or [`Error::StaleHit`](crate::Error::StaleHit) if the hit cannot be used.
     pub fn blocks_needed(&self, ask: &AllocateRequest<'_>, capped: bool) -> Result<usize> {
         ask.hit.map_or(Ok(()), |hit| self.check_fresh(hit))?;
-        Ok(self.need(ask, ask.hit, ask.computed_tokens, &ask.slots(), capped).asked)
+        // What is computed and not found is loaded.
+        let found = ask.hit.map_or(0, PrefixHit::num_tokens);
+        let ask = AllocateRequest { num_external_tokens: ask.computed_tokens.saturating_sub(found), ..*ask };
+        Ok(self.need(&ask, ask.hit, ask.computed_tokens, &ask.slots(), capped).asked)
     }
 
     /// What a request needs to have these slots. `computed`: tokens that are there or will be loaded when it starts.
@@ -56,7 +58,8 @@ impl Coordinator {
             let behaviour = geometry.behaviour(set);
             if self.ends_with_unwritten_state(set, hit) {
                 // More than there are: the request has to wait for the next step.
-                need.add(self.pool.num_blocks() + 1, usize::MAX);
+                need.asked = need.asked.saturating_add(self.pool.num_blocks() + 1);
+                need.taken = usize::MAX;
                 continue;
             }
             if let Behaviour::AlignedState(spec) = behaviour {
@@ -127,7 +130,7 @@ impl Coordinator {
             return false;
         }
         let last = hit.and_then(|hit| hit.row(set).last());
-        last.and_then(|&block| self.pool.first_key(block)).is_some_and(|key| self.unwritten.contains(&key))
+        last.and_then(|&block| self.pool.first_key(block)).is_some_and(|key| self.unwritten.contains_key(&key))
     }
 
     /// The step that an allocation is for, up to `end` tokens.

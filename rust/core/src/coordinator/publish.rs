@@ -2,7 +2,7 @@
 
 use super::geometry::Geometry;
 use super::requests::Row;
-use super::states::StateOffer;
+use super::states::{StateOffer, Writer};
 use super::{Coordinator, CoordinatorConfig};
 use crate::error::{Error, Result};
 use crate::groups::{Behaviour, Reach};
@@ -105,13 +105,15 @@ impl Coordinator {
             }
             let is_aligned = matches!(plan.behaviour, Behaviour::AlignedState(_));
             if is_aligned {
-                unwritten.extend(plan.publish_state(request_id, hashes, row, pool)?);
+                let key = plan.publish_state(request_id, hashes, row, pool)?;
+                unwritten.extend(key.map(|(key, tokens)| (key, Writer::new(request_id, tokens))));
             }
             for &block in row.blocks[first..end].iter().filter(|block| !block.is_null()) {
                 let Some(key) = pool.first_key(block) else { continue };
-                unwritten.insert(key);
+                let tokens = pool.key_tokens(block);
+                unwritten.insert(key, Writer::new(request_id, tokens));
                 if is_aligned {
-                    let (group, tokens) = (geometry.sets[set].group_ids[0], pool.key_tokens(block));
+                    let group = geometry.sets[set].group_ids[0];
                     offers[set].push(StateOffer { request_id: request_id.into(), group, block, tokens });
                 }
             }
@@ -254,8 +256,7 @@ impl Plan {
         if self.first >= self.end {
             return Ok(());
         }
-        let mut keys = Vec::new();
-        let mut starts = Vec::new();
+        let mut told = Vec::new();
         for at in self.first..self.end {
             let block = row.blocks[at];
             if block.is_null() || !self.is_reachable(at) {
@@ -268,22 +269,42 @@ impl Plan {
             }
             pool.insert_key(block, key, (at as u64 + 1) * self.tokens_per_block);
             if pool.events.enabled() {
-                keys.push(key);
-                starts.push(at as u64 * self.tokens_per_block);
+                told.push((at, key));
             }
         }
-        let parent = if self.first == 0 { None } else { Some(self.hash(hashes, self.first - 1)?) };
+        for run in told.chunk_by(|(before, _), (after, _)| before + 1 == *after) {
+            self.tell_stored(request, hashes, run, pool)?;
+        }
+        row.num_published = self.end;
+        Ok(())
+    }
+
+    /// Notes that blocks side by side became findable. Readers hang them on the hash before them, which those kinds that
+    /// publish only some blocks may not have reported.
+    fn tell_stored<H: BlockHashes + ?Sized>(
+        &self,
+        request: &str,
+        hashes: &H,
+        run: &[(usize, Key)],
+        pool: &mut BlockPool,
+    ) -> Result<()> {
+        let first = run.first().map_or(0, |(at, _)| *at);
+        let before = if first == 0 { None } else { Some(self.hash(hashes, first - 1)?) };
+        let is_reported = |hash: &BlockHash| {
+            self.behaviour.is_downward_closed() || pool.lookup(&Key::of_block(hash.as_bytes(), self.set)).is_some()
+        };
+        let parent = before.filter(is_reported);
+        let start = |at: usize| at as u64 * self.tokens_per_block;
         pool.events.push(|| PoolEvent::Stored {
             request: request.into(),
             set: self.set,
-            keys: keys.into(),
-            starts: starts.into(),
+            keys: run.iter().map(|(_, key)| *key).collect(),
+            starts: run.iter().map(|(at, _)| start(*at)).collect(),
             parent: parent.map(|hash| hash.as_bytes().into()),
-            start_token: self.first as u64 * self.tokens_per_block,
-            end_token: self.end as u64 * self.tokens_per_block,
+            start_token: start(first),
+            end_token: start(first + run.len()),
             tokens_per_key: self.tokens_per_block,
         });
-        row.num_published = self.end;
         Ok(())
     }
 

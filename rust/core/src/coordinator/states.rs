@@ -34,10 +34,42 @@ pub struct StateOffer {
     pub tokens: u64,
 }
 
+/// Who writes a published state.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Writer {
+    request: Box<str>,
+    /// Tokens before the state.
+    tokens: u64,
+}
+
+impl Writer {
+    pub(super) fn new(request_id: &str, tokens: u64) -> Self {
+        Self { request: request_id.into(), tokens }
+    }
+}
+
 impl Coordinator {
-    /// A new step begins: what earlier steps have published is written.
-    pub fn new_step(&mut self) {
-        self.unwritten.clear();
+    /// A new step begins: what earlier steps have published is written. Of the requests `in_flight`, whose last steps have not
+    /// come back, that is so up to the tokens named.
+    pub fn new_step(&mut self, in_flight: &[(&str, u64)]) {
+        self.unwritten.retain(|_, writer| {
+            in_flight.iter().any(|&(name, processed)| *name == *writer.request && writer.tokens > processed)
+        });
+    }
+
+    /// Forgets the states behind `processed` tokens that a request has published, because it is given up before the steps that
+    /// write them have come back.
+    pub fn forget_unwritten(&mut self, request_id: &str, processed: u64) {
+        let Self { unwritten, pool, .. } = self;
+        unwritten.retain(|key, writer| {
+            if *writer.request != *request_id || writer.tokens <= processed {
+                return true;
+            }
+            if let Some(block) = pool.lookup(key) {
+                pool.forget(block);
+            }
+            false
+        });
     }
 
     /// Hands out the copies that the step must make, one set after the other, in the order in which they were found
@@ -145,20 +177,22 @@ impl Coordinator {
         if let Some(Tail { tokens, .. }) = row.states.tail.take() {
             offers[set].push(StateOffer { request_id: request_id.into(), group, block: copy, tokens });
         }
-        unwritten.extend(pool.first_key(copy));
+        let tokens = pool.key_tokens(copy);
+        unwritten.extend(pool.first_key(copy).map(|key| (key, Writer::new(request_id, tokens))));
         Ok(None)
     }
 }
 
 impl Plan {
-    /// Publishes the state that a step ends with, or saves before its end, inside a block. Returns the key.
+    /// Publishes the state that a step ends with, or saves before its end, inside a block. Returns its key and the tokens
+    /// before it.
     pub(super) fn publish_state<H: BlockHashes + ?Sized>(
         &self,
         request: &str,
         hashes: &H,
         row: &mut Row,
         pool: &mut BlockPool,
-    ) -> Result<Option<Key>> {
+    ) -> Result<Option<(Key, u64)>> {
         match row.states.checkpoint {
             Some(checkpoint) => self.publish_checkpoint(request, hashes, checkpoint, row, pool),
             None => self.publish_last_state(request, hashes, row, pool),
@@ -172,7 +206,7 @@ impl Plan {
         checkpoint: Checkpoint,
         row: &mut Row,
         pool: &mut BlockPool,
-    ) -> Result<Option<Key>> {
+    ) -> Result<Option<(Key, u64)>> {
         let Checkpoint { tokens, place } = checkpoint;
         let Some(&block) = row.blocks.get(place).filter(|block| !block.is_null()) else { return Ok(None) };
         let is_of_prompt =
@@ -191,7 +225,7 @@ impl Plan {
             return Ok(None);
         }
         pool.forget(block);
-        self.publish_inside(request, hashes, count, block, pool).map(Some)
+        self.publish_inside(request, hashes, count, block, pool).map(|key| Some((key, tokens)))
     }
 
     fn publish_last_state<H: BlockHashes + ?Sized>(
@@ -200,7 +234,7 @@ impl Plan {
         hashes: &H,
         row: &mut Row,
         pool: &mut BlockPool,
-    ) -> Result<Option<Key>> {
+    ) -> Result<Option<(Key, u64)>> {
         let tokens = self.publishable;
         let Some(count) = self.state else { return Ok(None) };
         let place = usize::try_from(tokens.div_ceil(self.tokens_per_block)).unwrap_or(usize::MAX) - 1;
@@ -212,7 +246,7 @@ impl Plan {
             row.num_published = place;
             row.states.tail = Some(Tail { block, tokens });
         }
-        Ok(Some(key))
+        Ok(Some((key, tokens)))
     }
 
     /// The number of hashes up to a state that the step ends with, if a later request can resume at it.
