@@ -6,7 +6,6 @@ Everything that vLLM's other parts can see is compared after every call, what th
 from __future__ import annotations
 
 import collections
-import itertools
 import logging
 import random
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hypothesis import strategies as st
 from stock import MAX_MODEL_LEN
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from stock_events import comparable
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -349,7 +348,7 @@ class Life:
             self.both(self.reader(request))
         for request in self.running + self.waiting:
             self.both(self.finder(request))
-        events = [self.comparable(manager.take_events()) for manager in (theirs, ours)]
+        events = [comparable(manager.take_events(), self.config) for manager in (theirs, ours)]
         assert events[1] == events[0]
         if self.zeroes:
             # vLLM notes copies even where nothing is to be zeroed (nobody reads it then), and null blocks after a load
@@ -361,24 +360,6 @@ class Life:
             for evicted, other in zip(watched[0].drain_events(), watched[1].drain_events(), strict=True):
                 assert len(evicted.reuse_gaps_seconds) == len(other.reuse_gaps_seconds)
         ours._core.audit()
-
-    def comparable(self, events: list[Any]) -> list[Any]:
-        """Events as far as vLLM's are right.
-
-        Removals that follow each other are sorted: vLLM keeps a block's further hashes in a set. Of groups that do not
-        publish all blocks it tells the tokens of the others as well, with parents that nobody was told of.
-        """
-        told: list[Any] = []
-        for removals, group in itertools.groupby(events, key=lambda event: isinstance(event, BlockRemoved)):
-            run = list(group)
-            told += sorted(run, key=repr) if removals else [one for event in run for one in self.by_hash(event)]
-        return told
-
-    def by_hash(self, event: Any) -> list[Any]:
-        if not isinstance(event, BlockStored) or self.config.groups[event.group_idx].kind in ("full", "mla"):
-            return [event]
-        keys = event.extra_keys or [None] * len(event.block_hashes)
-        return [(event.group_idx, *pair) for pair in zip(event.block_hashes, keys, strict=True)]
 
     def reader(self, request: Request) -> Callable[[Any], Any]:
         """All that can be read of a running request."""

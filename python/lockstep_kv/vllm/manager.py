@@ -276,7 +276,7 @@ class LockstepKVCacheManager(KVCacheManager):
     def pop_blocks_by_id(self, request_id: str) -> list[BlockView]:
         """End a request and keep its blocks held.
 
-        vLLM gives them back from the last to the first: the last group stands first, so that this is the order of `free`.
+        vLLM gives them back last to first: the last group stands first, so that this is the order of `free`.
         """
         try:
             rows = self._core.block_ids(request_id)
