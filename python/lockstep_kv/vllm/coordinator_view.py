@@ -5,7 +5,8 @@ They read the core's coordinator and hold no second copy of its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
@@ -31,14 +32,22 @@ _FINE_GRAINED = ("full", "reference_window", "mamba")
 
 
 class _Row(Sequence[BlockView]):
-    """The blocks of a request in one group as they are when they are looked at."""
+    """The blocks of a request in one group as they are when they are looked at; those it had last once it has ended."""
 
-    def __init__(self, read: Callable[[], list[int]], pool: BlockPoolView) -> None:
-        self._read = read
+    def __init__(self, coordinator: Coordinator, pool: BlockPoolView, group: int, request_id: str) -> None:
+        self._coordinator = coordinator
         self._pool = pool
+        self._group = group
+        self._request_id = request_id
+        self._last = coordinator.block_ids(request_id)[group]
+
+    def _ids(self) -> list[int]:
+        with contextlib.suppress(UnknownRequestError):
+            self._last = self._coordinator.block_ids(self._request_id)[self._group]
+        return self._last
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self._ids())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -46,7 +55,7 @@ class _Row(Sequence[BlockView]):
     __hash__ = None  # type: ignore[assignment]
 
     def __getitem__(self, at: Any) -> Any:
-        ids = self._read()[at]
+        ids = self._ids()[at]
         return [self._pool.blocks[block_id] for block_id in ids] if isinstance(ids, list) else self._pool.blocks[ids]
 
 
@@ -59,14 +68,10 @@ class _RowsOfGroup(Mapping[str, _Row]):
         self._group = group
 
     def __getitem__(self, request_id: str) -> _Row:
-        def read() -> list[int]:
-            return self._coordinator.block_ids(request_id)[self._group]
-
         try:
-            read()
+            return _Row(self._coordinator, self._pool, self._group, request_id)
         except UnknownRequestError:
             raise KeyError(request_id) from None
-        return _Row(read, self._pool)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._coordinator.request_ids())
