@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NULL_BLOCK",
     "PAD",
+    "global_positions",
     "kernel_block_ids",
     "local_seq_lens",
     "padded_table_width",
@@ -93,10 +94,11 @@ def slot_mapping(
     rank: SupportsIndex,
     interleave: SupportsIndex = 1,
 ) -> Any:
-    """Map the tokens at `positions` of one request to slots on `rank`.
+    """Map the tokens at `positions` to slots on `rank`.
 
     positions: token positions, any shape; negative ones are padding.
-    block_ids: the request's row of manager block ids, shape (blocks,); 0 is the null block.
+    block_ids: manager block ids, the row of one request, shape (blocks,), or a row for each position, shape
+        (*positions, blocks); 0 is the null block.
     block_size: tokens of one block on one rank.
     kernel_block_size: tokens of one kernel page; divides `block_size`.
     kv_shards: distinct shards of the group; `rank` holds shard `rank % kv_shards`.
@@ -110,16 +112,18 @@ def slot_mapping(
     pages = _pages_per_block(block_size, kernel_block_size)
     shards, turn, run = _shard(kv_shards, rank, interleave, block_size // pages)
     xp, (position, row) = _arrays(positions=positions, block_ids=block_ids)
-    if row.ndim != 1:
-        raise ConfigError(f"block_ids must be one row, got shape {tuple(row.shape)}")
+    if row.ndim != 1 and tuple(row.shape[:-1]) != tuple(position.shape):
+        raise ConfigError(f"block_ids must be one row, or one per position, got shape {tuple(row.shape)}")
     _check_range("block_ids", row, low=0, high=MAX_INT64 // block_size - 1)
 
-    if len(row) == 0:
+    width = row.shape[-1]
+    if width == 0:
         return xp.full_like(position, PAD)
     span = block_size * shards
     entry = position // span
-    in_row = (position >= 0) & (entry < len(row))
-    block_id = row[xp.where(in_row, entry, 0)]
+    in_row = (position >= 0) & (entry < width)
+    entry = xp.where(in_row, entry, 0)
+    block_id = row[entry] if row.ndim == 1 else _entries(xp, row, entry)
     offset = position % span
     owned = offset // run % shards == turn
     local = offset // (run * shards) * run + offset % run
@@ -153,6 +157,33 @@ def local_seq_lens(
     rest = length - whole * shards
     local = whole + (rest - turn * run).clip(0, run)
     return np.asarray(local) if isinstance(local, np.generic) else local
+
+
+@overload
+def global_positions(
+    local: torch.Tensor, *, kv_shards: SupportsIndex, rank: SupportsIndex, interleave: SupportsIndex = 1
+) -> torch.Tensor: ...
+@overload
+def global_positions(
+    local: ArrayLike, *, kv_shards: SupportsIndex, rank: SupportsIndex, interleave: SupportsIndex = 1
+) -> NDArray[np.int64]: ...
+def global_positions(
+    local: Any, *, kv_shards: SupportsIndex, rank: SupportsIndex, interleave: SupportsIndex = 1
+) -> Any:
+    """Turn the numbers of a request's tokens among those that `rank` stores into their positions in the request.
+
+    The way back from `local_seq_lens`: token number n of a rank, counted from 0, makes its length n + 1.
+
+    local: numbers of tokens on the rank, any shape; negative ones are padding.
+    kv_shards, rank, interleave: as in `slot_mapping`.
+
+    Returns positions of the shape of `local`; `PAD` for padding.
+    """
+    shards, turn, run = _shard(kv_shards, rank, interleave)
+    xp, (number,) = _arrays(local=local)
+    _check_range("local", number, low=-(MAX_INT64 // shards), high=MAX_INT64 // shards - run)
+    position = (number // run * shards + turn) * run + number % run
+    return xp.where(number < 0, PAD, position)
 
 
 @overload
@@ -240,6 +271,12 @@ def padded_table_width(width: SupportsIndex, *, block_size: SupportsIndex) -> in
         raise ConfigError(f"block_size must divide {_INDEXER_KERNEL_TOKENS} or be larger, got {block_size}")
     step = _INDEXER_KERNEL_TOKENS // block_size
     return -(-width // step) * step
+
+
+def _entries(xp: Any, rows: Any, entry: Any) -> Any:
+    """The entry of each row: rows of shape (*entry, blocks)."""
+    taken = np.take_along_axis(rows, entry[..., None], -1) if xp is np else rows.gather(-1, entry[..., None])
+    return taken[..., 0]
 
 
 def _arrays(**arguments: Any) -> tuple[Any, list[Any]]:

@@ -9,7 +9,7 @@ import torch
 from sparse_mla_model import SHAPE
 
 from lockstep_kv import CoordinatorConfig, GroupSpec, LayerSpec, plan_layout
-from lockstep_kv.block_table import local_seq_lens, slot_mapping
+from lockstep_kv.block_table import global_positions, local_seq_lens, slot_mapping
 from lockstep_kv.tensors import CachePool
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ class CacheKind:
 
     def positions(self, count: int, rank: int) -> torch.Tensor:
         """Positions of the first `count` tokens that the rank stores, shape (count,)."""
-        local = torch.arange(count)
-        turn, run = rank % self.shards, self.interleave
-        return local // run * run * self.shards + turn * run + local % run
+        return global_positions(torch.arange(count), kv_shards=self.shards, rank=rank, interleave=self.interleave)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep_kv.block_table import PAD, kernel_block_ids, local_seq_lens, slot_mapping, table_width
+from lockstep_kv.block_table import PAD, global_positions, kernel_block_ids, local_seq_lens, slot_mapping, table_width
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,15 @@ def test_kernel_pages_hold_the_slots_of_manager_blocks(geometry: Geometry, rank:
         range(capacity), kernel_row, rank=rank, **{**geometry.sizes, "block_size": geometry.kernel_block_size}
     )
     assert by_block.tolist() == by_page.tolist()
+
+
+@given(geometry=geometries(), rank=st.integers(0, 8), length=st.integers(0, 500))
+def test_positions_are_the_way_back_from_lengths(geometry: Geometry, rank: int, length: int) -> None:
+    layout = {"kv_shards": geometry.kv_shards, "rank": rank, "interleave": geometry.interleave}
+    held = int(local_seq_lens(length, **layout))
+    positions = global_positions(range(held), **layout)
+    lengths = [int(local_seq_lens(at, **layout)) for at in range(length + 1)]
+    assert positions.tolist() == [at for at in range(length) if lengths[at + 1] > lengths[at]]
 
 
 @given(geometry=geometries(), rank=st.integers(0, 8), data=st.data())

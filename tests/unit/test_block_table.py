@@ -11,6 +11,7 @@ import pytest
 from lockstep_kv import ArgumentTypeError, ConfigError
 from lockstep_kv.block_table import (
     PAD,
+    global_positions,
     kernel_block_ids,
     local_seq_lens,
     padded_table_width,
@@ -189,6 +190,28 @@ def test_local_lengths_of_many_requests() -> None:
     )
 
 
+def test_a_row_for_each_position() -> None:
+    torch = pytest.importorskip("torch")
+    sizes = {"block_size": 4, "kernel_block_size": 2, "kv_shards": 2, "rank": 1}
+    positions = [[1, 3], [8, -1]]
+    rows = [[[5, 6], [7, 8]], [[9, 3], [1, 2]]]
+    expected = [
+        [int(slot_mapping([at], row, **sizes)[0]) for at, row in zip(line, of_line, strict=True)]
+        for line, of_line in zip(positions, rows, strict=True)
+    ]
+    assert expected == [[20, 29], [PAD, PAD]]
+    assert slot_mapping(positions, rows, **sizes).tolist() == expected
+    assert slot_mapping(torch.tensor(positions), torch.tensor(rows), **sizes).tolist() == expected
+
+
+def test_positions_of_a_rank_s_tokens() -> None:
+    assert global_positions([0, 1, 2, -1], kv_shards=4, rank=2).tolist() == [2, 6, 10, PAD]
+    assert global_positions(range(5), kv_shards=2, rank=3, interleave=2).tolist() == [2, 3, 6, 7, 10]
+    assert global_positions([0, 7], kv_shards=1, rank=5, interleave=16).tolist() == [0, 7]
+    with pytest.raises(ConfigError, match="local must be between"):
+        global_positions([2**62], kv_shards=4, rank=0)
+
+
 def test_torch_in_torch_out() -> None:
     torch = pytest.importorskip("torch")
     sizes = {"block_size": 64, "kernel_block_size": 64, "kv_shards": 4, "rank": 2}
@@ -280,8 +303,12 @@ def test_sizes_of_the_wrong_type(name: str, value: object) -> None:
         ("block_ids", [2**62], "block_ids must be between 0 and 1152921504606846974, got 4611686018427387904"),
         ("block_ids", [2**63], "block_ids must fit in 64 bits, got 9223372036854775808"),
         ("block_ids", [2**70], "block_ids must fit in 64 bits, got list [1180591620717411303424]"),
-        ("block_ids", [[1]], "block_ids must be one row, got shape (1, 1)"),
-        ("block_ids", 1, "block_ids must be one row, got shape ()"),
+        (
+            "block_ids",
+            [[1], [2]],
+            "block_ids must be one row, or one per position, got shape (2, 1)",
+        ),
+        ("block_ids", 1, "block_ids must be one row, or one per position, got shape ()"),
     ],
 )
 def test_values_that_cannot_be_used(name: str, value: object, message: str) -> None:
