@@ -92,7 +92,7 @@ def several_samples(llm: LLM) -> Any:
 
 
 def several_answers(llm: LLM) -> Any:
-    """Not seeded: vLLM 0.32 on the CPU cannot take back what a seeded request drew for a prompt that is not yet done."""
+    """Not seeded: vLLM 0.32 on the CPU cannot take back what a seeded request drew for a part of its prompt."""
     return generate(llm, [prompt(tokens(70, 130))], n=3, temperature=0.8, max_tokens=40)
 
 
@@ -108,7 +108,7 @@ def prompt_logprobs(llm: LLM) -> Any:
 
 
 def short(llm: LLM) -> Any:
-    """For engines that take seconds for a step: prompts that share half, are cut in chunks, grow, and come again."""
+    """For engines that take long for a step: prompts that share half, are cut in chunks, grow, and come again."""
     ids = tokens(95, 280)
     prompts = [prompt(ids), prompt(ids[:140] + tokens(96, 140)), prompt(tokens(97, 280))]
     return [
