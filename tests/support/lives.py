@@ -6,6 +6,7 @@ Everything that vLLM's other parts can see is compared after every call, what th
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import random
 from types import SimpleNamespace
@@ -174,32 +175,29 @@ class Life:
         chunk = 0 if how.loads_later else self.split(request, chunk, num_hit, external)
         if not chunk and not how.loads_later:
             return
-        lookahead = 0 if how.loads_later else how.lookahead
+
+        def allocate(manager: Any, result: tuple[Any, ...]) -> Any:
+            cut = how.is_cut and num_hit % self.theirs.coordinator.scheduler_block_size == 0 and len(result) == 3
+            return manager.allocate_slots(
+                request,
+                chunk,
+                num_new_computed_tokens=num_hit,
+                new_computed_blocks=manager.truncate_computed_blocks(result[0], num_hit) if cut else result[0],
+                num_lookahead_tokens=0 if how.loads_later else how.lookahead,
+                num_external_computed_tokens=external,
+                delay_cache_blocks=how.loads_later,
+                num_encoder_tokens=request.num_prompt_tokens if self.has_encoder else 0,
+                full_sequence_must_fit=how.must_fit_whole,
+                reserved_blocks=how.reserved,
+                has_scheduled_reqs=how.others_run,
+                skip_zeroing_group_ids=(0,) if how.loads_later else (),
+            )
+
         answers = []
         for manager, result in zip((self.theirs, self.ours), found, strict=True):
-            cut = how.is_cut and num_hit % self.theirs.coordinator.scheduler_block_size == 0 and len(result) == 3
-            kept = manager.truncate_computed_blocks(result[0], num_hit) if cut else result[0]
-            try:
-                answer = manager.allocate_slots(
-                    request,
-                    chunk,
-                    num_new_computed_tokens=num_hit,
-                    new_computed_blocks=kept,
-                    num_lookahead_tokens=lookahead,
-                    num_external_computed_tokens=external,
-                    delay_cache_blocks=how.loads_later,
-                    num_encoder_tokens=request.num_prompt_tokens if self.has_encoder else 0,
-                    full_sequence_must_fit=how.must_fit_whole,
-                    reserved_blocks=how.reserved,
-                    has_scheduled_reqs=how.others_run,
-                    skip_zeroing_group_ids=(0,) if how.loads_later else (),
-                )
-            except ValueError as error:
-                # vLLM's test of aligned states leaves out what an external tier loads, and fails half way.
-                if manager is not self.theirs or not external or "free blocks from the pool" not in str(error):
-                    raise
-                answer = "failed"
-            answers.append(plain(answer))
+            answers.append(self.answer_or_failure(manager, external, functools.partial(allocate, manager, result)))
+        if self.copies_unwritten(num_hit, answers):
+            answers[1] = self.in_the_next_step(lambda: plain(allocate(self.ours, found[1])))
         short = external and self.splitter is not None and answers[0] is not None and answers[1] is None
         if answers[0] == "failed" or short:
             assert answers[1] is None, "ours finds that it does not fit"
@@ -219,6 +217,30 @@ class Life:
         request.num_computed_tokens = num_hit + external + chunk
         if how.loads_later:
             self.load(request, num_hit, fails=how.load_fails)
+
+    def answer_or_failure(self, manager: Any, external: int, call: Callable[[], Any]) -> Any:
+        """What an admission answers, as ids. "failed" where vLLM's manager fails half way."""
+        try:
+            return plain(call())
+        except ValueError as error:
+            # vLLM's test of aligned states leaves out what an external tier loads.
+            if manager is not self.theirs or not external or "free blocks from the pool" not in str(error):
+                raise
+            return "failed"
+
+    def copies_unwritten(self, num_hit: int, answers: list[Any]) -> bool:
+        """Whether ours, and not vLLM's, refuses a hit that ends inside a block of attention, which is copied."""
+        groups = zip(self.config.spans, self.config.groups, strict=True)
+        is_copied = any(num_hit % span for span, group in groups if group.kind != "mamba")
+        return is_copied and answers[0] not in (None, "failed") and answers[1] is None
+
+    def in_the_next_step(self, call: Callable[[], Any]) -> Any:
+        """What a call answers once the step has been written that it has to wait for."""
+        self.seen["hits in what a step is writing"] += 1
+        self.both(lambda manager: manager.new_step_starts())
+        answer = call()
+        self.both(lambda manager: manager.new_step_starts())
+        return answer
 
     def carry_on(self, request: Request, num_tokens: int) -> None:
         """One step of a waiting request that finds nothing."""

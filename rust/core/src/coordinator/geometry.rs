@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use crate::geometry::{GroupKind, LockstepSet, form_sets};
 use crate::groups::{self, Behaviour, Slots};
 use crate::ids::BlockId;
+use crate::pool::MAX_BLOCKS;
 
 /// The configuration with everything that follows from it.
 #[derive(Clone, Debug)]
@@ -125,6 +126,16 @@ impl Geometry {
                 "num_prefill_lookahead must be at most the least common multiple of the tokens per block {common_span}, \
                  got {lookahead}"
             )));
+        }
+        for (set, behaviour) in self.behaviours.iter().enumerate() {
+            // Rows with null blocks are longer than what the pool can give.
+            let places = config.max_model_len.div_ceil(self.span(set));
+            if !behaviour.is_downward_closed() && behaviour.follows_tokens() && places > u64::from(MAX_BLOCKS) {
+                let longest = config.max_model_len;
+                return Err(Error::config(format!(
+                    "max_model_len {longest} needs rows of {places} places: at most {MAX_BLOCKS} can be had"
+                )));
+            }
         }
         for class in &self.classes {
             let Behaviour::Chunk(chunk) = class.behaviour else { continue };

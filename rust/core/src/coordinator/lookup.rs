@@ -91,6 +91,9 @@ impl Coordinator {
         rows: &mut [Vec<BlockId>],
     ) -> Result<(u64, u64)> {
         let geometry = &self.geometry;
+        if geometry.classes.is_empty() {
+            return Ok((0, 0));
+        }
         let alone = self.config.groups.len() == 1;
         let mut longest = 0;
         let mut found = vec![None; geometry.classes.len()];
@@ -218,8 +221,9 @@ impl Coordinator {
             if of_set[set].is_some_and(|other| other != row) {
                 return Err(Error::config(format!("group {group} has another row than its lockstep set")));
             }
-            let keeps_all = geometry.behaviour(set).is_downward_closed();
-            for &block in row.iter().filter(|block| keeps_all || !block.is_null()) {
+            // Null blocks stand for what is not needed.
+            let unneeded = geometry.behaviour(set).skipped_by_hit(span, num_tokens);
+            for (_, &block) in row.iter().enumerate().filter(|&(at, block)| at >= unneeded || !block.is_null()) {
                 self.pool.check_real(block)?;
                 let of_this_set = |key: &crate::pool::Key| key.split_block().1 as usize == set;
                 if !self.pool.keys_of(block)?.iter().any(of_this_set) {

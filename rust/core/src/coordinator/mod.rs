@@ -39,7 +39,7 @@ use crate::pool::{BlockPool, BlockUse, Key, PoolStats};
 use allocate::Added;
 use geometry::Geometry;
 use requests::Requests;
-use states::Writer;
+use states::Unwritten;
 
 /// Tells coordinators apart, so that a hit of one is not taken for a hit of another.
 static NEXT_COORDINATOR: AtomicU64 = AtomicU64::new(0);
@@ -77,8 +77,8 @@ pub struct Coordinator {
     copies: Vec<Vec<BlockCopy>>,
     /// Per set: states that can be stored elsewhere.
     offers: Vec<Vec<StateOffer>>,
-    /// Keys of states that steps have yet to write.
-    unwritten: HashMap<Key, Writer>,
+    /// What steps have yet to write of what they have published, where that matters.
+    unwritten: Unwritten,
     /// Per set: blocks that must be cleared.
     to_clear: Vec<Vec<BlockId>>,
     lookups: u64,
@@ -108,7 +108,7 @@ impl Coordinator {
             added: Vec::new(),
             copies: vec![Vec::new(); num_sets],
             offers: vec![Vec::new(); num_sets],
-            unwritten: HashMap::new(),
+            unwritten: Unwritten::default(),
             to_clear: vec![Vec::new(); num_sets],
             lookups: 0,
             lookup_tokens: 0,
@@ -245,9 +245,8 @@ impl Coordinator {
         let mut pins: Vec<_> = self.pins.iter().collect();
         pins.sort();
         pins.hash(&mut hasher);
-        let mut unwritten: Vec<_> = self.unwritten.iter().map(|(key, writer)| (key.as_bytes(), writer)).collect();
-        unwritten.sort();
-        unwritten.hash(&mut hasher);
+        self.unwritten.hash_state(&mut hasher);
+        self.config.retention_interval.hash(&mut hasher);
         (&self.copies, &self.offers, &self.to_clear).hash(&mut hasher);
         hasher.finish()
     }

@@ -56,7 +56,7 @@ impl Coordinator {
         for set in 0..self.geometry.sets.len() {
             let geometry = &self.geometry;
             let behaviour = geometry.behaviour(set);
-            if self.ends_with_unwritten_state(set, hit) {
+            if self.ends_with_unwritten(set, hit) {
                 // More than there are: the request has to wait for the next step.
                 need.asked = need.asked.saturating_add(self.pool.num_blocks() + 1);
                 need.taken = usize::MAX;
@@ -124,13 +124,16 @@ impl Coordinator {
         hit_row.iter().filter(|&&block| self.pool.is_free(block)).count()
     }
 
-    /// Whether a hit ends with a state that a request of this step has yet to write.
-    fn ends_with_unwritten_state(&self, set: usize, hit: Option<&PrefixHit>) -> bool {
-        if self.unwritten.is_empty() || !self.geometry.behaviour(set).is_state() {
-            return false;
+    /// Whether a hit ends with a state that a request of this step has yet to write, or has to be copied from a block that is
+    /// yet to be written.
+    fn ends_with_unwritten(&self, set: usize, hit: Option<&PrefixHit>) -> bool {
+        let Some(hit) = hit.filter(|_| !self.unwritten.is_empty()) else { return false };
+        let Some(&last) = hit.row(set).last() else { return false };
+        if self.geometry.behaviour(set).is_state() {
+            return self.pool.first_key(last).is_some_and(|key| self.unwritten.contains(&key));
         }
-        let last = hit.and_then(|hit| hit.row(set).last());
-        last.and_then(|&block| self.pool.first_key(block)).is_some_and(|key| self.unwritten.contains_key(&key))
+        self.geometry.shared_place(set, Some(hit), hit.row(set)).is_some()
+            && self.pool.keys_of(last).is_ok_and(|keys| keys.iter().any(|key| self.unwritten.contains(key)))
     }
 
     /// The step that an allocation is for, up to `end` tokens.

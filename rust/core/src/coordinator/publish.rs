@@ -2,7 +2,7 @@
 
 use super::geometry::Geometry;
 use super::requests::Row;
-use super::states::{StateOffer, Writer};
+use super::states::StateOffer;
 use super::{Coordinator, CoordinatorConfig};
 use crate::error::{Error, Result};
 use crate::groups::{Behaviour, Reach};
@@ -101,17 +101,25 @@ impl Coordinator {
             let end = row.num_published;
             if !plan.behaviour.is_state() {
                 plan.publish_tail(request_id, hashes, row, pool)?;
+                // A hit that ends inside a block copies it before this step writes anything.
+                if geometry.is_fine_grained {
+                    let tail = plan.tail.map(|(_, at)| at).filter(|&at| at >= end);
+                    for &block in row.blocks[first..end].iter().chain(tail.map(|at| &row.blocks[at])) {
+                        for key in pool.keys_of(block)? {
+                            unwritten.note(key, request_id, block, pool.key_tokens(block));
+                        }
+                    }
+                }
                 continue;
             }
             let is_aligned = matches!(plan.behaviour, Behaviour::AlignedState(_));
-            if is_aligned {
-                let key = plan.publish_state(request_id, hashes, row, pool)?;
-                unwritten.extend(key.map(|(key, tokens)| (key, Writer::new(request_id, tokens))));
+            if is_aligned && let Some((key, block, tokens)) = plan.publish_state(request_id, hashes, row, pool)? {
+                unwritten.note(key, request_id, block, tokens);
             }
             for &block in row.blocks[first..end].iter().filter(|block| !block.is_null()) {
                 let Some(key) = pool.first_key(block) else { continue };
                 let tokens = pool.key_tokens(block);
-                unwritten.insert(key, Writer::new(request_id, tokens));
+                unwritten.note(key, request_id, block, tokens);
                 if is_aligned {
                     let group = geometry.sets[set].group_ids[0];
                     offers[set].push(StateOffer { request_id: request_id.into(), group, block, tokens });

@@ -1,6 +1,10 @@
 //! Recurrent states and shared blocks that end inside: what a step copies, what nobody can hit before the step has written
 //! it, and what is handed to those who store states elsewhere.
 
+use std::hash::{DefaultHasher, Hash};
+
+use hashbrown::HashMap;
+
 use super::Coordinator;
 use super::publish::Plan;
 use super::requests::{Row, SharedTail};
@@ -34,17 +38,48 @@ pub struct StateOffer {
     pub tokens: u64,
 }
 
-/// Who writes a published state.
+/// What steps have published and not written yet: by key, as a request that finds the key waits whichever of its blocks it
+/// is given. Two requests of one prompt publish the same key in one step.
+#[derive(Debug, Default)]
+pub(super) struct Unwritten {
+    by_key: HashMap<Key, Vec<Writer>>,
+}
+
+/// Who writes a published block.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct Writer {
+struct Writer {
     request: Box<str>,
-    /// Tokens before the state.
+    block: BlockId,
+    /// Tokens up to the end of what is published.
     tokens: u64,
 }
 
-impl Writer {
-    pub(super) fn new(request_id: &str, tokens: u64) -> Self {
-        Self { request: request_id.into(), tokens }
+impl Unwritten {
+    pub(super) fn note(&mut self, key: Key, request_id: &str, block: BlockId, tokens: u64) {
+        self.by_key.entry(key).or_default().push(Writer { request: request_id.into(), block, tokens });
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.by_key.is_empty()
+    }
+
+    pub(super) fn contains(&self, key: &Key) -> bool {
+        self.by_key.contains_key(key)
+    }
+
+    /// Keeps what `keeps` says of each key and writer.
+    fn retain(&mut self, mut keeps: impl FnMut(&Key, &Writer) -> bool) {
+        self.by_key.retain(|key, writers| {
+            writers.retain(|writer| keeps(key, writer));
+            !writers.is_empty()
+        });
+    }
+
+    /// Feeds the state that later calls can observe into a hasher.
+    pub(super) fn hash_state(&self, into: &mut DefaultHasher) {
+        let mut sorted: Vec<_> = self.by_key.iter().map(|(key, writers)| (key.as_bytes(), writers)).collect();
+        sorted.sort();
+        sorted.hash(into);
     }
 }
 
@@ -52,21 +87,22 @@ impl Coordinator {
     /// A new step begins: what earlier steps have published is written. Of the requests `in_flight`, whose last steps have not
     /// come back, that is so up to the tokens named.
     pub fn new_step(&mut self, in_flight: &[(&str, u64)]) {
-        self.unwritten.retain(|_, writer| {
-            in_flight.iter().any(|&(name, processed)| *name == *writer.request && writer.tokens > processed)
-        });
+        let processed: HashMap<&str, u64> = in_flight.iter().copied().collect();
+        let is_in_flight = |writer: &Writer| processed.get(&*writer.request).is_some_and(|&end| writer.tokens > end);
+        self.unwritten.retain(|_, writer| is_in_flight(writer));
     }
 
     /// Forgets the states behind `processed` tokens that a request has published, because it is given up before the steps that
     /// write them have come back.
     pub fn forget_unwritten(&mut self, request_id: &str, processed: u64) {
-        let Self { unwritten, pool, .. } = self;
+        let Self { unwritten, pool, geometry, .. } = self;
         unwritten.retain(|key, writer| {
             if *writer.request != *request_id || writer.tokens <= processed {
                 return true;
             }
-            if let Some(block) = pool.lookup(key) {
-                pool.forget(block);
+            // The block may have become somebody else's since.
+            if geometry.behaviour(key.split_block().1 as usize).is_state() && pool.carries(writer.block, key) {
+                pool.forget(writer.block);
             }
             false
         });
@@ -177,22 +213,23 @@ impl Coordinator {
         if let Some(Tail { tokens, .. }) = row.states.tail.take() {
             offers[set].push(StateOffer { request_id: request_id.into(), group, block: copy, tokens });
         }
-        let tokens = pool.key_tokens(copy);
-        unwritten.extend(pool.first_key(copy).map(|key| (key, Writer::new(request_id, tokens))));
+        if let Some(key) = pool.first_key(copy) {
+            unwritten.note(key, request_id, copy, pool.key_tokens(copy));
+        }
         Ok(None)
     }
 }
 
 impl Plan {
-    /// Publishes the state that a step ends with, or saves before its end, inside a block. Returns its key and the tokens
-    /// before it.
+    /// Publishes the state that a step ends with, or saves before its end, inside a block. Returns its key, its
+    /// block and the tokens before it.
     pub(super) fn publish_state<H: BlockHashes + ?Sized>(
         &self,
         request: &str,
         hashes: &H,
         row: &mut Row,
         pool: &mut BlockPool,
-    ) -> Result<Option<(Key, u64)>> {
+    ) -> Result<Option<(Key, BlockId, u64)>> {
         match row.states.checkpoint {
             Some(checkpoint) => self.publish_checkpoint(request, hashes, checkpoint, row, pool),
             None => self.publish_last_state(request, hashes, row, pool),
@@ -206,7 +243,7 @@ impl Plan {
         checkpoint: Checkpoint,
         row: &mut Row,
         pool: &mut BlockPool,
-    ) -> Result<Option<(Key, u64)>> {
+    ) -> Result<Option<(Key, BlockId, u64)>> {
         let Checkpoint { tokens, place } = checkpoint;
         let Some(&block) = row.blocks.get(place).filter(|block| !block.is_null()) else { return Ok(None) };
         let is_of_prompt =
@@ -225,7 +262,7 @@ impl Plan {
             return Ok(None);
         }
         pool.forget(block);
-        self.publish_inside(request, hashes, count, block, pool).map(|key| Some((key, tokens)))
+        self.publish_inside(request, hashes, count, block, pool).map(|key| Some((key, block, tokens)))
     }
 
     fn publish_last_state<H: BlockHashes + ?Sized>(
@@ -234,11 +271,15 @@ impl Plan {
         hashes: &H,
         row: &mut Row,
         pool: &mut BlockPool,
-    ) -> Result<Option<(Key, u64)>> {
+    ) -> Result<Option<(Key, BlockId, u64)>> {
         let tokens = self.publishable;
         let Some(count) = self.state else { return Ok(None) };
         let place = usize::try_from(tokens.div_ceil(self.tokens_per_block)).unwrap_or(usize::MAX) - 1;
         let Some(&block) = row.blocks.get(place).filter(|block| !block.is_null()) else { return Ok(None) };
+        if pool.key_tokens(block) > tokens {
+            // The state is of later tokens already.
+            return Ok(None);
+        }
         let key = self.publish_inside(request, hashes, count, block, pool)?;
         if !tokens.is_multiple_of(self.tokens_per_block) {
             // The next step goes on in this block.
@@ -246,7 +287,7 @@ impl Plan {
             row.num_published = place;
             row.states.tail = Some(Tail { block, tokens });
         }
-        Ok(Some((key, tokens)))
+        Ok(Some((key, block, tokens)))
     }
 
     /// The number of hashes up to a state that the step ends with, if a later request can resume at it.

@@ -196,6 +196,12 @@ impl Behaviour {
         }
     }
 
+    /// Leading blocks that a hit of so many tokens goes without. What a window keeps beyond itself is no part of a hit.
+    pub(crate) fn skipped_by_hit(self, span: u64, tokens: u64) -> usize {
+        let behaviour = if let Self::Window { window, .. } = self { Self::Window { window, extra: 0 } } else { self };
+        behaviour.skipped_blocks(span, tokens, None).end
+    }
+
     /// Places of a row that has slots for so many tokens. Rows of aligned states may be shorter.
     pub(crate) fn row_length(self, span: u64, slots: &Slots) -> u64 {
         match self {

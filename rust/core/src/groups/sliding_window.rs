@@ -95,7 +95,7 @@ pub(super) fn is_reachable(window: u64, at: u64, reach: &Reach) -> bool {
 
 /// The window need not begin with a block, so that it may reach into one more.
 pub(super) fn most_blocks(window: u64, span: u64, in_flight: u64, max_model_len: u64) -> u64 {
-    (window - 1).saturating_add(in_flight).min(max_model_len).div_ceil(span) + 1
+    (window - 1).saturating_add(in_flight).min(max_model_len).div_ceil(span).saturating_add(1)
 }
 
 #[cfg(test)]
