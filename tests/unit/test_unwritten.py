@@ -121,6 +121,18 @@ def test_a_block_is_not_copied_before_it_is_written() -> None:
     assert [group for group, _, _ in c.take_block_copies()] == [0, 1]
 
 
+def test_a_block_that_was_written_before_can_be_copied_by_many() -> None:
+    c = coordinator(("full", 8, {}), ALIGNED, unit=4)
+    for start, end in ((0, 20), (20, 21), (21, 22)):
+        assert run(c, "a", start, end, 21) is not None
+        c.new_step()
+    assert run(c, "a", 22, 23, 21) is not None
+    for name in ("b", "c"):
+        hit = c.find_longest_hit(hashes(20), 20)
+        assert hit.num_tokens == 20
+        assert run(c, name, 20, 21, 21, hit) is not None, "the others publish blocks of their own under the same key"
+
+
 def test_a_state_is_not_named_by_fewer_tokens_than_it_holds() -> None:
     c = coordinator(("full", 4, {}), ALIGNED, unit=4)
     c.allocate("a", 16)

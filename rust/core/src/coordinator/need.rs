@@ -133,7 +133,7 @@ impl Coordinator {
             return self.pool.first_key(last).is_some_and(|key| self.unwritten.contains(&key));
         }
         self.geometry.shared_place(set, Some(hit), hit.row(set)).is_some()
-            && self.pool.keys_of(last).is_ok_and(|keys| keys.iter().any(|key| self.unwritten.contains(key)))
+            && self.pool.keys_of(last).is_ok_and(|keys| keys.iter().any(|key| self.unwritten.is_in(last, key)))
     }
 
     /// The step that an allocation is for, up to `end` tokens.

@@ -97,18 +97,14 @@ impl Coordinator {
             }
             let plan = Plan::new(config, geometry, set, row.lengths(), publication);
             let first = row.num_published;
+            let new_tail = plan.new_tail(hashes, row, pool)?;
             plan.publish_blocks(request_id, hashes, row, pool)?;
             let end = row.num_published;
             if !plan.behaviour.is_state() {
                 plan.publish_tail(request_id, hashes, row, pool)?;
-                // A hit that ends inside a block copies it before this step writes anything.
-                if geometry.is_fine_grained {
-                    let tail = plan.tail.map(|(_, at)| at).filter(|&at| at >= end);
-                    for &block in row.blocks[first..end].iter().chain(tail.map(|at| &row.blocks[at])) {
-                        for key in pool.keys_of(block)? {
-                            unwritten.note(key, request_id, block, pool.key_tokens(block));
-                        }
-                    }
+                if let Some((key, block, tokens)) = new_tail {
+                    // Whoever hits it copies the block before this step writes anything.
+                    unwritten.note(key, request_id, block, tokens);
                 }
                 continue;
             }
@@ -316,7 +312,26 @@ impl Plan {
         Ok(())
     }
 
-    /// Publishes the prompt's last whole hash where it ends inside a block that keeps all it holds.
+    /// The number of hashes up to the prompt's last whole one where it ends inside a block that keeps all it holds, and that
+    /// block.
+    fn held_tail(&self, row: &Row) -> Option<(usize, BlockId)> {
+        let (count, at) = self.tail?;
+        row.blocks.get(at).filter(|block| !block.is_null()).map(|&block| (count, block))
+    }
+
+    /// The held tail's key, its block and the tokens before its end, if the block is not known by it.
+    fn new_tail<H: BlockHashes + ?Sized>(
+        &self,
+        hashes: &H,
+        row: &Row,
+        pool: &BlockPool,
+    ) -> Result<Option<(Key, BlockId, u64)>> {
+        let Some((count, block)) = self.held_tail(row) else { return Ok(None) };
+        let key = Key::of_block(hashes.get(count - 1)?.as_bytes(), self.set);
+        Ok((!pool.carries(block, &key)).then_some((key, block, count as u64 * self.hash_block_tokens)))
+    }
+
+    /// Publishes the held tail.
     fn publish_tail<H: BlockHashes + ?Sized>(
         &self,
         request: &str,
@@ -324,9 +339,7 @@ impl Plan {
         row: &Row,
         pool: &mut BlockPool,
     ) -> Result<()> {
-        if let Some((count, at)) = self.tail
-            && let Some(&block) = row.blocks.get(at).filter(|block| !block.is_null())
-        {
+        if let Some((count, block)) = self.held_tail(row) {
             self.publish_inside(request, hashes, count, block, pool)?;
         }
         Ok(())

@@ -38,8 +38,8 @@ pub struct StateOffer {
     pub tokens: u64,
 }
 
-/// What steps have published and not written yet: by key, as a request that finds the key waits whichever of its blocks it
-/// is given. Two requests of one prompt publish the same key in one step.
+/// What steps have published and not written yet, by key: who finds the key of a state waits, whichever of its blocks it is
+/// given. Two requests of one prompt publish the same key in one step.
 #[derive(Debug, Default)]
 pub(super) struct Unwritten {
     by_key: HashMap<Key, Vec<Writer>>,
@@ -65,6 +65,11 @@ impl Unwritten {
 
     pub(super) fn contains(&self, key: &Key) -> bool {
         self.by_key.contains_key(key)
+    }
+
+    /// Whether it is this block that is yet to be written. Others of the same key may be there.
+    pub(super) fn is_in(&self, block: BlockId, key: &Key) -> bool {
+        self.by_key.get(key).is_some_and(|writers| writers.iter().any(|writer| writer.block == block))
     }
 
     /// Keeps what `keeps` says of each key and writer.
