@@ -14,7 +14,7 @@ import pytest
 os.environ.setdefault("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
-from lives import lead
+from operations import lead
 from rounds import Rounds
 from stock import Config, Group
 

@@ -1,14 +1,7 @@
-"""A real vLLM engine on the CPU, twice: stock, and with the plugin. Everything it does must be equal.
-
-Compared are greedy tokens, cached tokens, metrics, and for every step which requests it ran, with which new blocks.
-"""
+"""A real vLLM engine on the CPU as it is, stock and with the plugin, does the same."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +9,8 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
-from recording import RECORD
+from engines import ASYNC, SYNC, assert_same
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-MODELS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).resolve().parents[1] / "data" / "tiny-models.json").read_text(encoding="utf-8")
-)
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-}
-ENGINE = {"max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 256, "disable_log_stats": False}
-
-
-def run(
-    folder: Path, mode: str, model: str, scenes: str, engine: dict[str, Any], environment: dict[str, str]
-) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
-    """What came out, what was scheduled, and the log."""
-    folder = folder / mode
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MODELS[model]), encoding="utf-8")
-    record, output = folder / "record.jsonl", folder / "output.json"
-    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, **ENVIRONMENT, **environment, "LOCKSTEP_KV": mode, RECORD: str(record), "PYTHONPATH": path}
-    command: list[str | Path] = [sys.executable, SUPPORT / "engine_run.py", folder, output, scenes]
-    command.append(json.dumps(ENGINE | engine))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)  # noqa: S603
-    assert done.returncode == 0, done.stderr[-4000:]
-    steps = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-    return json.loads(output.read_text(encoding="utf-8")), steps, done.stderr + done.stdout
-
-
-def assert_same(
-    tmp_path: Path, model: str, scenes: str, engine: dict[str, Any], environment: dict[str, str] | None = None
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run both ways and compare. Returns what the plugin's engine did."""
-    stock, stock_steps, _ = run(tmp_path, "off", model, scenes, engine, environment or {})
-    ours, our_steps, _ = run(tmp_path, "require", model, scenes, engine, environment or {})
-    assert {step.pop("manager") for step in stock_steps} == {"KVCacheManager"}
-    assert {step.pop("manager") for step in our_steps} == {"LockstepKVCacheManager"}
-    assert ours == stock
-    for number, (step, expected) in enumerate(zip(our_steps, stock_steps, strict=True)):
-        assert step == expected, f"step {number}"
-    return ours, our_steps
-
-
-SYNC = {"scheduler_cls": "recording.RecordingScheduler", "async_scheduling": False}
-ASYNC = {"scheduler_cls": "recording.RecordingAsyncScheduler", "async_scheduling": True}
 ALL = (
     "shared_prefixes,eviction,preemption,chunked_prefill,aborts,reset,several_samples,salted,prompt_logprobs,one_by_one"
 )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
 from engine_run import tokens
+from engines import MODELS
 from server import EventSubscriber, Server
 
-MODELS: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).resolve().parents[1] / "data" / "tiny-models.json").read_text(encoding="utf-8")
-)
+if TYPE_CHECKING:
+    from pathlib import Path
+
 LLAMA = MODELS["llama"]
 # Convolutions beside attention: vLLM keeps their state in a Mamba group.
 LFM2 = MODELS["lfm2"]

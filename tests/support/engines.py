@@ -46,8 +46,9 @@ def run(
     engine: dict[str, Any],
     environment: dict[str, str],
     files: dict[str, Any],
+    program: str,
 ) -> Outcome:
-    """Run one engine in a folder of its own. files: what lies beside the model's configuration."""
+    """Run one engine in a folder of its own. files: beside the model's configuration. program: of this folder."""
     folder = folder / mode
     folder.mkdir()
     for name, content in ({"config.json": MODELS[model]} | files).items():
@@ -56,7 +57,7 @@ def run(
     record, output = folder / "record.jsonl", folder / "output.json"
     path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, **ENVIRONMENT, **environment, "LOCKSTEP_KV": mode, RECORD: str(record), "PYTHONPATH": path}
-    command: list[str | Path] = [sys.executable, SUPPORT / "kinds_run.py", folder, output, scenes]
+    command: list[str | Path] = [sys.executable, SUPPORT / program, folder, output, scenes]
     command.append(json.dumps(ENGINE | engine))
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)  # noqa: S603
     assert done.returncode == 0, done.stderr[-4000:]
@@ -72,16 +73,18 @@ def assert_same(
     engine: dict[str, Any],
     environment: dict[str, str] | None = None,
     files: dict[str, Any] | None = None,
+    program: str = "engine_run.py",
 ) -> Outcome:
     """Run both ways at once and compare. Returns what the plugin's engine did."""
     with ThreadPoolExecutor(len(MODES)) as threads:
         asked = [
-            threads.submit(run, folder, mode, model, scenes, engine, environment or {}, files or {}) for mode in MODES
+            threads.submit(run, folder, mode, model, scenes, engine, environment or {}, files or {}, program)
+            for mode in MODES
         ]
         (stock, stock_steps), (ours, our_steps) = (one.result() for one in asked)
     for name, expected in stock["scenes"].items():
         assert ours["scenes"][name] == expected, name
-    assert ours["metrics"] == stock["metrics"]
+    assert ours == stock
     for number, (step, stock_step) in enumerate(zip(our_steps, stock_steps, strict=True)):
         assert step == stock_step, f"step {number}"
     return ours, our_steps

@@ -1,6 +1,6 @@
 """The life of an engine's requests, led through vLLM's own `KVCacheManager` and through ours at once.
 
-Everything that vLLM's other parts can see is compared after every call, what they read past the manager included.
+What each call answers is compared.
 """
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-import random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hypothesis import strategies as st
+from comparison import plain
 from stock import MAX_MODEL_LEN
-from stock_events import comparable
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
     from stock import Config
 
-__all__ = ["OPERATIONS", "OPTIONS", "Life", "StockFailedError", "carry_out", "lead"]
+__all__ = ["Admission", "Life", "StockFailedError"]
 
 init_none_hash(sha256)
 # A reset that does not happen is part of the lives.
@@ -350,178 +348,3 @@ class Life:
             assert plain(taken[0]) == plain(taken[1])
             held = [[*blocks, *more] for blocks, more in zip(held, taken, strict=True)]
         self.held.append(held)
-
-    def compare(self) -> None:
-        """Everything that other parts of vLLM can see is equal."""
-        theirs, ours = self.theirs, self.ours
-        pool, view = theirs.block_pool, ours.block_pool
-        assert ours.usage == theirs.usage
-        assert view.get_num_free_blocks() == pool.get_num_free_blocks() == view.free_block_queue.num_free_blocks
-        assert plain(view.free_block_queue.get_all_free_blocks()) == plain(pool.free_block_queue.get_all_free_blocks())
-        for block, other in zip(pool.blocks[1:], view.blocks[1:], strict=True):
-            assert (other.ref_cnt, other.block_hash, other.is_null) == (block.ref_cnt, block.block_hash, block.is_null)
-            assert other.block_hash_num_tokens == block.block_hash_num_tokens
-            extra = pool.cached_block_hashes_by_block.get(block.block_id) or set()
-            assert set(view.cached_block_hashes_by_block.get(block.block_id) or ()) == extra
-            for key in filter(None, [block.block_hash, *extra]):
-                found = pool.cached_block_hash_to_block.get_one_block(key)
-                assert view.cached_block_hash_to_block.get_one_block(key).block_id == found.block_id
-        for request in self.running:
-            self.both(self.reader(request))
-        for request in self.running + self.waiting:
-            self.both(self.finder(request))
-        events = [comparable(manager.take_events(), self.config) for manager in (theirs, ours)]
-        assert events[1] == events[0]
-        if self.zeroes:
-            # vLLM notes copies even where nothing is to be zeroed (nobody reads it then), and null blocks after a load
-            # that failed.
-            self.both(lambda manager: [block_id for block_id in manager.take_new_block_ids() if block_id])
-        watched = (theirs.metrics_collector, ours.metrics_collector)
-        if watched[0] is not None and watched[1] is not None:
-            assert list(watched[1].block_metrics) == list(watched[0].block_metrics)
-            for evicted, other in zip(watched[0].drain_events(), watched[1].drain_events(), strict=True):
-                assert len(evicted.reuse_gaps_seconds) == len(other.reuse_gaps_seconds)
-        ours._core.audit()
-
-    def reader(self, request: Request) -> Callable[[Any], Any]:
-        """All that can be read of a running request."""
-        name = request.request_id
-        nothing: tuple[list[Any], ...] = tuple([] for _ in self.config.groups)
-
-        def read(manager: Any) -> Any:
-            views = manager.coordinator.single_type_managers
-            return [
-                manager.get_block_ids(name),
-                manager.get_blocks(name).get_unhashed_block_ids_all_groups(),
-                manager.get_block_ids_for_computed_tokens(name, 13),
-                manager.estimate_cached_tokens(request),
-                # With the cap, because without it vLLM's question changes what the next step saves.
-                manager.coordinator.get_num_blocks_to_allocate(
-                    name, 500, nothing, 70, request.num_computed_tokens, request.num_computed_tokens, 490, True, 300
-                ),
-                [(len(view.req_to_blocks.get(name, ())), view.num_cached_block.get(name) or 0) for view in views],
-                [(view.block_size, view.use_eagle, view.kv_cache_group_id) for view in views],
-                [(view.has_positionally_stable_blocks, view.records_new_block_ids) for view in views],
-                [view.supports_fine_grained_hash_lookup for view in views if view.kv_cache_spec.prefix_cacheable],
-            ]
-
-        return read
-
-    def finder(self, request: Request) -> Callable[[Any], Any]:
-        """What lookups past the manager find."""
-        limit = min(40, request.num_tokens - 1)
-        hybrid = self.config.enable_caching and len(self.config.groups) > 1
-
-        def find(manager: Any) -> Any:
-            found = [manager.coordinator.find_longest_cache_hit(request.block_hashes, limit)]
-            if hybrid:
-                found.append(manager.coordinator.find_longest_cache_hit_per_group(request.block_hashes, limit))
-                found.append(manager.coordinator.full_attention_group_id)
-            return found
-
-        return find
-
-
-def plain(answer: Any) -> Any:
-    """An answer with blocks as ids."""
-    if hasattr(answer, "get_block_ids"):
-        return answer.get_block_ids()
-    if hasattr(answer, "block_id"):
-        return answer.block_id
-    if isinstance(answer, list | tuple):
-        return [plain(item) for item in answer]
-    return answer
-
-
-SMALL = st.integers(0, 9)
-FEW = st.sampled_from([0, 0, 0, 3])
-IDS = st.lists(st.integers(0, 89), max_size=3)
-ARGUMENTS: dict[str, tuple[st.SearchStrategy[Any], ...]] = {
-    "rest": (),
-    "start": (
-        st.sampled_from([0, 0, 0, 1]),
-        st.sampled_from([1, 7, 8, 16, 17, 31, 32, 33, 48, 64, 65, 90]),
-        st.sampled_from([None, None, None, "salt"]),
-        st.sampled_from(["incremental", "incremental", "full"]),
-    ),
-    "admit": (SMALL, st.sampled_from([5, 16, 90, 90]), FEW, st.sampled_from([0, 0, 5, 17, 40]), FEW, SMALL),
-    "admit all": (SMALL,),
-    "step": (SMALL, st.integers(1, 40), FEW, st.integers(0, 3), FEW, st.booleans()),
-    "tick": (),
-    "preempt": (SMALL,),
-    "end": (SMALL, st.booleans()),
-    "drain": (),
-    "touch": (IDS,),
-    "release": (),
-    "evict": (IDS,),
-    "reset": (),
-}
-WEIGHTS = {"start": 6, "admit": 4, "admit all": 6, "step": 9, "tick": 6, "end": 3}
-# The first is what operations that do not matter for a failure shrink to.
-NAMES = st.sampled_from([name for name in ARGUMENTS for _ in range(WEIGHTS.get(name, 1))])
-OPERATIONS: st.SearchStrategy[tuple[Any, ...]] = NAMES.flatmap(lambda name: st.tuples(st.just(name), *ARGUMENTS[name]))
-OPTIONS = st.fixed_dictionaries(
-    {
-        "log_stats": st.booleans(),
-        "watermark": st.sampled_from([0.0, 0.0, 0.05]),
-        "metrics": st.booleans(),
-        "zeroes": st.booleans(),
-        "enable_kv_cache_events": st.booleans(),
-    }
-)
-
-
-def carry_out(life: Life, operation: tuple[Any, ...]) -> None:  # noqa: C901 - a table
-    """Do one thing to both managers."""
-    match operation:
-        case ("start", family, length, salt, report):
-            life.start([family * 1000 + at for at in range(length)], salt, report)
-        case ("admit", which, *how) if life.waiting:
-            life.admit(life.waiting[which % len(life.waiting)], Admission(*how))
-        case ("admit all", which) if life.waiting:
-            life.admit(life.waiting[which % len(life.waiting)], Admission(90, 0, 0, 0, 0))
-        case ("step", which, *how, settles) if life.running:
-            life.step(life.running[which % len(life.running)], *how, settles=settles)
-        case ("tick",):
-            life.tick()
-        case ("preempt", which) if life.running:
-            life.preempt(life.running[which % len(life.running)])
-        case ("end", which, later) if life.running:
-            life.end(life.running[which % len(life.running)], later=later)
-        case ("drain",):
-            life.drain(life.deferred)
-        case ("touch", ids):
-            life.touch(ids)
-        case ("release",):
-            life.drain(life.held)
-        case ("evict", ids):
-            known = {block_id for block_id in ids if block_id < life.config.num_blocks}
-            life.both(lambda manager: manager.evict_blocks(known))
-        case ("reset",):
-            life.both(lambda manager: manager.reset_prefix_cache())
-            life.both(lambda manager: [vars(stats) for stats in [manager.make_prefix_cache_stats()] if stats])
-
-
-def lead(config: Config, options: dict[str, Any], operations: list[tuple[Any, ...]]) -> tuple[Life, int]:
-    """Lead a life from its beginning to its end and compare after every step. Returns it and the number of steps."""
-    random.seed(0)
-    life = Life(config, options)
-    steps = 0
-    try:
-        for operation in operations:
-            carry_out(life, operation)
-            life.compare()
-            steps += 1
-        for request in list(life.running):
-            life.end(request, later=False)
-        life.tick()
-        while life.deferred or life.held:
-            life.drain(life.deferred)
-            life.drain(life.held)
-            life.compare()
-            steps += 1
-    except StockFailedError:
-        life.seen["vLLM failed half way"] += 1
-        return life, steps
-    assert life.ours.block_pool.get_num_free_blocks() == config.num_blocks - 1
-    return life, steps

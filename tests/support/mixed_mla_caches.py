@@ -6,6 +6,7 @@ the indexer's takes them from `IndexerTables`. What is computed from the caches 
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,9 +70,9 @@ class Builder(AttentionMetadataBuilder[Part]):  # type: ignore[misc]
         self.ranks: int = vllm_config.parallel_config.decode_context_parallel_size
         self.rank, self.interleave = rank_and_interleave(vllm_config)
 
+    @abc.abstractmethod
     def places(self, common: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Slots of tokens, pages of requests, lengths of requests on this rank."""
-        raise NotImplementedError
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Part:  # noqa: ARG002, FBT001, FBT002
         common = common_attn_metadata
@@ -121,7 +122,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_impl_cls() -> Any:
-        raise NotImplementedError
+        raise TypeError("this backend only stores: the model attends itself")
 
     @classmethod
     def get_builder_cls(cls) -> type[Builder]:

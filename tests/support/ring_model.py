@@ -64,7 +64,7 @@ class RingBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_impl_cls() -> Any:
-        raise NotImplementedError
+        raise TypeError("this backend only stores: the model reads the ring itself")
 
     @staticmethod
     def get_builder_cls() -> type[RingBuilder]:

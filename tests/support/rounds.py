@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from lives import OPERATIONS, OPTIONS, Life, lead
+from operations import OPERATIONS, OPTIONS, lead
 from stock import Config, all_configs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from lives import Life
 
 __all__ = ["Rounds"]
 
@@ -21,7 +23,7 @@ _LIVES = 200
 
 _SCRIPT = '''"""Run with pytest, tests/support on the path."""
 
-from lives import lead
+from operations import lead
 from stock import Config, Group
 
 
