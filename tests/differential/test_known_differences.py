@@ -96,3 +96,33 @@ def test_a_connector_beside_attention_groups_that_have_lost_different_blocks() -
     found = [manager.get_computed_blocks_for_connector(again) for manager in (led.theirs, led.ours)]
     assert [tokens for _, tokens, *_ in found] == [32, 0]
     assert [len(row) for row in found[0][0].get_block_ids()] == [8, 0, 4]
+
+
+FINE = Config((FULL, STATE), 40, 1, enable_caching=True, use_eagle=False, finer=2)
+"""Hits at every second token."""
+
+
+def publish_prompt(led: Life) -> None:
+    """The steps of a prompt of 20 tokens, one of which ends where the prompt can be gone on with."""
+    request = led.waiting[-1]
+    for computed, end in ((0, 16), (16, 18), (18, 20)):
+        request.num_computed_tokens = computed
+        for manager in (led.theirs, led.ours):
+            assert manager.allocate_slots(request, end - computed) is not None
+            manager.take_kv_cache_block_copies()
+            manager.new_step_starts()
+
+
+def test_a_full_report_where_a_hit_ends_inside_a_block() -> None:
+    """The hash of the block that the hit ends inside is looked for, which the prompt has not."""
+    led = Life(FINE, OPTIONS | {"enable_kv_cache_events": True})
+    start(led, 20)
+    publish_prompt(led)
+    start(led, 20)
+    request = led.waiting[-1]
+    request.kv_cache_report_mode = "full"
+    led.ours.take_events()
+    with pytest.raises(IndexError):
+        led.theirs.get_computed_blocks(request)
+    assert led.ours.get_computed_blocks(request)[1] == 18
+    assert led.ours.take_events()[0].token_ids == list(range(16))
