@@ -47,3 +47,16 @@ def test_a_block_given_back_twice_at_once_is_queued_last() -> None:
     prompts = [("start", 0, length, None, "incremental") for length in (7, 8)]
     _, steps = lead(config, OPTIONS, [*prompts, admit, ("tick",), ("preempt", 0), admit, admit])
     assert steps > len(prompts) + 5
+
+
+def test_a_store_that_tells_of_no_hash_parts_no_removals() -> None:
+    """Where no state is kept, vLLM tells of a store without hashes between the removals of two groups."""
+    state = Group("mamba", 16, sharded=False, width=8, is_eagle=False, mode="align")
+    full = Group("full", 16, sharded=True, width=8, is_eagle=False)
+    config = Config(
+        (state, full, full), num_blocks=12, dcp=1, enable_caching=True, use_eagle=True, finer=2, retention=0
+    )
+    admit = ("admit all", 0)
+    prompts = [("start", 3, 1, None, "incremental"), admit, ("start", 3, 31, None, "incremental"), admit]
+    steps = [("end", 0, True), ("step", 0, 15, 0, 0, 0, False), ("step", 0, 1, 3, 0, 0, False)]
+    lead(config, OPTIONS, [*prompts, *steps])

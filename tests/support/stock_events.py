@@ -20,10 +20,11 @@ def comparable(events: list[Any], config: Config) -> list[Any]:
     publish all blocks it tells the tokens of the others as well, with parents that nobody was told of: of them only
     the hashes are left.
     """
+    # First what is left of each event: vLLM also tells of stores without any hash, which part no removals.
+    left = [one for event in events for one in _by_hash(event, config)]
     told: list[Any] = []
-    for removals, group in itertools.groupby(events, key=lambda event: isinstance(event, BlockRemoved)):
-        run = list(group)
-        told += sorted(run, key=repr) if removals else [one for event in run for one in _by_hash(event, config)]
+    for removals, run in itertools.groupby(left, key=lambda event: isinstance(event, BlockRemoved)):
+        told += sorted(run, key=repr) if removals else run
     return told
 
 
