@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import textwrap
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from lockstep_kv._core import Coordinator, CoordinatorConfig, GroupSpec, LayerSpec, __version__, plan_layout
 from lockstep_kv.arguments import checked_int
+from lockstep_kv.capacity import compare_shards, layout_figures, which_first
 from lockstep_kv.errors import ConfigError
 from lockstep_kv.models import load_config, model_groups
 from lockstep_kv.replay import longest_request, replay
@@ -27,7 +29,6 @@ from lockstep_kv.trace import TRACE_BLOCK_TOKENS, generate_trace, read_trace
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from lockstep_kv._core import Layout
     from lockstep_kv.demo import DemoResult
     from lockstep_kv.replay import ReplayReport
 
@@ -124,32 +125,25 @@ def plan(
     if length is None:
         raise ConfigError("the model config has no max_position_embeddings: give --max-model-len")
     length = checked_int("--max-model-len or max_position_embeddings", length, low=1)
-    rows: list[dict[str, Any]] = []
-    for shards in _numbers(indexer_shards):
-        groups = model_groups(
-            facts,
-            kv_cache_dtype=kv_cache_dtype,
-            block_size=block_size,
-            dcp_world_size=dcp,
-            indexer_shards=shards,
-            include_mtp=mtp,
-            tensor_parallel_size=tensor_parallel_size,
-        )
-        try:
-            layout = plan_layout(groups, dcp_world_size=dcp, available_bytes=available, max_model_len=length)
-        except ConfigError as error:
-            rows.append({"indexer_shards": shards or dcp, "does_not_fit": str(error)})
-        else:
-            rows.append({"indexer_shards": shards or dcp, **_plan_row(layout)})
-    fitting = [row for row in rows if "blocks" in row]
-    most = max((row["capacity_tokens"] for row in fitting), default=0)
-    for row in fitting:
-        row["cost"] = 1 - row["capacity_tokens"] / most
+    rows = compare_shards(
+        facts,
+        _numbers(indexer_shards),
+        available_bytes=available,
+        max_model_len=length,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        dcp_world_size=dcp,
+        include_mtp=mtp,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    advice = which_first(rows, dcp)
     if as_json:
-        _print_json({"max_model_len": length, "kv_bytes": available, "dcp": dcp, "choices": rows})
+        _print_json({"max_model_len": length, "kv_bytes": available, "dcp": dcp, "choices": rows, "advice": advice})
     else:
         _print_plan(rows, length)
-    if not fitting:
+        if advice is not None:
+            _print(textwrap.fill(advice, 80))
+    if not any("blocks" in row for row in rows):
         raise typer.Exit(1)
 
 
@@ -159,19 +153,6 @@ def _numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
     except ValueError:
         raise ConfigError(f"--indexer-shards must be numbers separated by commas, got {text!r}") from None
-
-
-def _plan_row(layout: Layout) -> dict[str, Any]:
-    """The figures of one choice."""
-    return {
-        "bytes_per_block": layout.bytes_per_block,
-        "tokens_per_block": [s.tokens_per_block for s in layout.sets],
-        "blocks": layout.num_blocks,
-        "capacity_tokens": layout.capacity_tokens,
-        "max_concurrency": layout.max_concurrency,
-        "sets": [list(s.group_ids) for s in layout.sets],
-        "why_separate": [s.why_separate for s in layout.sets if s.why_separate is not None],
-    }
 
 
 def _print_plan(rows: list[dict[str, Any]], max_model_len: int) -> None:
@@ -185,6 +166,9 @@ def _print_plan(rows: list[dict[str, Any]], max_model_len: int) -> None:
         _add_row(table, "capacity in tokens", (f"{row['capacity_tokens']:,}" for row in fitting))
         _add_row(table, "requests at once", (f"{row['max_concurrency']:.2f}" for row in fitting))
         _add_row(table, "cost, of the best above", (f"{row['cost']:.2%}" for row in fitting))
+        if all("candidates_merged" in row for row in fitting):
+            _add_row(table, "candidates merged per query", (f"{row['candidates_merged']:,}" for row in fitting))
+            _add_row(table, "context scored by a rank", (f"{row['context_scored']:.1%}" for row in fitting))
         sets = (" ".join("{" + ", ".join(map(str, groups)) + "}" for groups in row["sets"]) for row in fitting)
         _add_row(table, "sets of groups in lockstep", sets)
         _print(table)
@@ -313,7 +297,7 @@ def demo(
 def _demo_figures(result: DemoResult) -> dict[str, Any]:
     return {
         "indexer_shards": result.indexer_shards,
-        **_plan_row(result.layout),
+        **layout_figures(result.layout),
         **_report_figures(result.report),
         "shrunk_bytes": result.shrunk_bytes,
         "pages_written": result.pages_written,

@@ -19,14 +19,15 @@ from lockstep_kv.errors import ArgumentTypeError, ConfigError
 if TYPE_CHECKING:
     from typing import SupportsIndex
 
-__all__ = ["MAX_DCP_WORLD_SIZE", "MODEL_TYPES", "load_config", "model_groups"]
+__all__ = ["MAX_DCP_WORLD_SIZE", "MODEL_TYPES", "SPARSE_MLA_MODEL_TYPES", "load_config", "model_groups"]
 
 MAX_DCP_WORLD_SIZE = 64
 
-_SPARSE_MLA = ("deepseek_v32", "glm_moe_dsa")
+SPARSE_MLA_MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
+"""Those of `MODEL_TYPES` with a sparse indexer."""
 _MLA = ("deepseek_v2", "deepseek_v3")
 _FULL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-MODEL_TYPES = (*_SPARSE_MLA, *_MLA, *_FULL)
+MODEL_TYPES = (*SPARSE_MLA_MODEL_TYPES, *_MLA, *_FULL)
 """The values of `model_type` that `model_groups` knows."""
 
 _ELEMENT_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -98,7 +99,7 @@ def model_groups(
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         raise ConfigError(f"unknown model_type {model_type!r}; known model types: {', '.join(MODEL_TYPES)}")
-    if shards and model_type not in _SPARSE_MLA:
+    if shards and model_type not in SPARSE_MLA_MODEL_TYPES:
         raise ConfigError(f"indexer_shards must be 0 for {model_type}, which has no indexer, got {shards}")
     if model_type in _FULL:
         return [_full_group(config, kv_cache_dtype, block_size, ranks, tp)]
@@ -117,7 +118,7 @@ def _mla_groups(
     include_mtp: bool,
 ) -> list[GroupSpec]:
     """List the main group of a latent-attention model and, where it differs in shards, the indexer's."""
-    sparse = config["model_type"] in _SPARSE_MLA
+    sparse = config["model_type"] in SPARSE_MLA_MODEL_TYPES
     record = _mla_record_bytes(config, kv_cache_dtype, sparse=sparse)
     num_layers = _field(config, "num_hidden_layers", high=_MAX_LAYERS)
     num_mtp = _field(config, "num_nextn_predict_layers", default=0, low=0, high=_MAX_LAYERS) if include_mtp else 0

@@ -123,7 +123,8 @@ def test_the_table_of_plan_says_what_its_json_says(config: str, options: list[ob
     choices = planned["choices"]
     sets = [" ".join("{" + ", ".join(map(str, groups)) + "}" for groups in choice["sets"]) for choice in choices]
     spans = [" / ".join(f"{tokens:,}" for tokens in choice["tokens_per_block"]) for choice in choices]
-    assert table_rows(text) == [
+    table, _, said = text.partition("\nTry ")
+    assert table_rows(table) == [
         ["indexer shards", *(str(choice["indexer_shards"]) for choice in choices)],
         ["bytes per block, on one rank", *(f"{choice['bytes_per_block']:,}" for choice in choices)],
         ["tokens per block, per set", *spans],
@@ -131,9 +132,49 @@ def test_the_table_of_plan_says_what_its_json_says(config: str, options: list[ob
         ["capacity in tokens", *(f"{choice['capacity_tokens']:,}" for choice in choices)],
         ["requests at once", *(f"{choice['max_concurrency']:.2f}" for choice in choices)],
         ["cost, of the best above", *(f"{choice['cost']:.2%}" for choice in choices)],
+        ["candidates merged per query", *(f"{choice['candidates_merged']:,}" for choice in choices)],
+        ["context scored by a rank", *(f"{choice['context_scored']:.1%}" for choice in choices)],
         ["sets of groups in lockstep", *sets],
     ]
+    assert planned["advice"] == (f"Try {' '.join(said.split())}" if said else None)
     assert all(len(line) <= 80 for line in text.splitlines()), "fits a narrow terminal"
+
+
+@pytest.mark.parametrize(
+    ("shards", "merged", "scored"),
+    [(8, 16_384, 1 / 8), (4, 8192, 1 / 4), (2, 4096, 1 / 2), (1, 0, 1)],
+)
+def test_what_a_number_of_shards_asks_of_a_step(shards: int, merged: int, scored: float) -> None:
+    """The best 2,048 of each shard are merged, and a rank scores its shard."""
+    (choice,) = plan(GLM, "--kv-bytes", "28.1GB", "--dcp", 8, "--indexer-shards", shards)["choices"]
+    assert (choice["candidates_merged"], choice["context_scored"]) == (merged, scored)
+
+
+@pytest.mark.parametrize(("shards", "first"), [("8,4,2,1", 4), ("1,2,8", 2), ("0,4", 4)])
+def test_plan_says_which_number_of_shards_to_try_first(shards: str, first: int) -> None:
+    options = ("--kv-bytes", "28.1GB", "--kv-cache-dtype", "fp8_ds_mla", "--dcp", 8, "--indexer-shards", shards)
+    assert plan(GLM, *options)["advice"].startswith(f"Try {first} indexer shards first: they cost ")
+
+
+@pytest.mark.parametrize("shards", ["8", "8,1", "1"])
+def test_plan_says_nothing_where_no_number_of_shards_is_partial(shards: str) -> None:
+    assert plan(GLM, "--kv-bytes", "28.1GB", "--dcp", 8, "--indexer-shards", shards)["advice"] is None
+
+
+def test_the_page_on_replication_has_the_figures_of_plan() -> None:
+    """Its table: what was measured, and what `plan` says for the mean of the runs' memory."""
+    page = (Path(__file__).parents[2] / "docs" / "replication.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")
+    ]
+    by_topology = {(row[0], row[1]): row for row in rows if len(row) == 8}
+    options = ("--kv-cache-dtype", "fp8_ds_mla", "--no-mtp", "--max-model-len", 102_400)
+    for ranks, shards, tokens, blocks, _ in MEASURED:
+        (choice,) = plan(GLM, "--kv-bytes", f"{MEAN_GB:.3f}GB", "--dcp", ranks, "--indexer-shards", shards, *options)[
+            "choices"
+        ]
+        row = by_topology[f"{ranks}", f"{shards}"]
+        assert row[4:] == [f"{tokens:,}", f"{choice['capacity_tokens']:,}", f"{blocks:,}", f"{choice['blocks']:,}"]
 
 
 def test_plan_takes_a_model_s_folder(tmp_path: Path) -> None:
