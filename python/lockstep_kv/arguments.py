@@ -12,7 +12,7 @@ from lockstep_kv.errors import ArgumentTypeError, ConfigError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["MAX_INT64", "checked_int", "host_ints"]
+__all__ = ["MAX_INT64", "checked_int", "flat_ints", "host_ints"]
 
 MAX_INT64 = 2**63 - 1
 # Products of two sizes must fit in 64 bits.
@@ -51,6 +51,17 @@ def host_ints(name: str, values: Any) -> NDArray[np.int64]:
     if array.dtype == np.uint64 and array.size and int(array.max()) > MAX_INT64:
         raise ConfigError(f"{name} must fit in 64 bits, got {array.max()}")
     return array.astype(np.int64, copy=False)
+
+
+def flat_ints(name: str, values: Any, *, low: int, high: int) -> NDArray[np.int64]:
+    """Return the argument as a 1-D array of ints between `low` and `high`."""
+    ints = host_ints(name, values)
+    if ints.ndim != 1:
+        raise ConfigError(f"{name} must be a flat sequence, got shape {ints.shape}")
+    wrong = ints[(ints < low) | (ints > high)]
+    if wrong.size:
+        raise ConfigError(f"{name} must be between {low} and {high}, got {wrong[0]}")
+    return ints
 
 
 def _holds_bool(values: list[Any] | tuple[Any, ...]) -> bool:

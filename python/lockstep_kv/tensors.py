@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep_kv.arguments import checked_int, host_ints
+from lockstep_kv.arguments import checked_int, flat_ints
 from lockstep_kv.errors import ArgumentTypeError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import SupportsIndex
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from lockstep_kv._core import GroupSpec, Layout, LayoutTensor
 
@@ -176,14 +173,14 @@ class CachePool:
             if block_ids.dtype.is_floating_point or block_ids.dtype.is_complex or block_ids.dtype == torch.bool:
                 raise ArgumentTypeError(f"block_ids must be ints, got a tensor of {block_ids.dtype}")
             block_ids = block_ids.cpu().numpy()
-        ids = _flat_ints("block_ids", block_ids, low=1, high=self.num_blocks - 1)
+        ids = flat_ints("block_ids", block_ids, low=1, high=self.num_blocks - 1)
         return torch.tensor(ids, device=self.backing.device)
 
     def _run_views(self, group_ids: Any) -> Iterator[torch.Tensor]:
         """View the runs of all groups, or of the groups with these ids."""
         if group_ids is None:
             group_ids = range(len(self.groups))
-        for at in _flat_ints("group_ids", group_ids, low=0, high=len(self.groups) - 1):
+        for at in flat_ints("group_ids", group_ids, low=0, high=len(self.groups) - 1):
             for run in self._runs[at]:
                 yield self._run_view(run)
 
@@ -221,17 +218,6 @@ class CachePool:
         whole = self.backing.numel() // dtype.itemsize * dtype.itemsize
         elements = self.backing[:whole].view(dtype)
         return elements.as_strided(shape, stride, elements.storage_offset() + offset // dtype.itemsize)
-
-
-def _flat_ints(name: str, values: Any, *, low: int, high: int) -> NDArray[np.int64]:
-    """Return the argument as a 1-D array of ints between `low` and `high`."""
-    ints = host_ints(name, values)
-    if ints.ndim != 1:
-        raise ConfigError(f"{name} must be a flat sequence, got shape {ints.shape}")
-    wrong = ints[(ints < low) | (ints > high)]
-    if wrong.size:
-        raise ConfigError(f"{name} must be between {low} and {high}, got {wrong[0]}")
-    return ints
 
 
 def _runs(tensors: list[LayoutTensor]) -> list[_Run]:

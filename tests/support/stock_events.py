@@ -23,7 +23,8 @@ def comparable(events: list[Any], config: Config) -> list[Any]:
     # First what is left of each event: vLLM also tells of stores without any hash, which part no removals.
     left = [one for event in events for one in _by_hash(event, config)]
     told: list[Any] = []
-    for removals, run in itertools.groupby(left, key=lambda event: isinstance(event, BlockRemoved)):
+    for removals, group in itertools.groupby(left, key=lambda event: isinstance(event, BlockRemoved)):
+        run = list(group)
         told += sorted(run, key=repr) if removals else run
     return told
 

@@ -1,0 +1,1 @@
+../../../kernels/copy_pages.cu
