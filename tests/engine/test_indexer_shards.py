@@ -12,12 +12,14 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
 import torch
 import vllm.envs
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from indexer_batches import common, indexer, latent
 from vllm.v1.core import kv_cache_utils as planner
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec, SparseCacheRole
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import customize_attention_spec
 
 from lockstep_kv.vllm import shards
+from lockstep_kv.vllm.indexer_cache import LockstepIndexerBackend
 from lockstep_kv.vllm.indexer_tables import IndexerTables
 
 
@@ -50,17 +52,6 @@ def vllm_config(ranks: int, *, length: int = 262_144, prefill_ranks: int = 1, ov
         num_prefill_lookahead_tokens=0,
         device_config=SimpleNamespace(device_type="cpu"),
     )
-
-
-def latent(record: int) -> MLAAttentionSpec:
-    return MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=record, dtype=torch.uint8)
-
-
-def indexer(num_shards: int, ranks: int) -> MLAAttentionSpec:
-    spec = MLAAttentionSpec(
-        block_size=64, num_kv_heads=1, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
-    )
-    return shards.with_shards(spec, num_shards, ranks)
 
 
 def layers(record: int, num_shards: int, ranks: int, latents: int = 78, indexers: int = 21) -> dict[str, KVCacheSpec]:
@@ -235,6 +226,18 @@ def test_capacity_over_vllm_s_best_for_the_same_caches() -> None:
     assert tokens / their_tokens >= 1.6
 
 
+def test_what_the_backend_asks_of_blocks_leaves_them_side_by_side() -> None:
+    """VLLM lets a backend with kernels of one page size ask for an alignment of its blocks."""
+    specs = layers(656, 1, 4, latents=3, indexers=2)
+    for name in specs:
+        if "indexer" in name:
+            specs[name] = customize_attention_spec(LockstepIndexerBackend, specs[name])
+    planned = plan(vllm_config(4), specs, 10**9)
+    pages = {name: tensor.block_stride for tensor in planned.kv_cache_tensors for name in tensor.layers}
+    assert set(pages.values()) == {64 * 656, 256 * 132}
+    assert pages["layers.0.indexer"] == 256 * 132
+
+
 @pytest.mark.parametrize("layout", [KVCacheLayout.LHBNC, KVCacheLayout.BHLNC])
 def test_a_layout_that_cannot_hold_pages_of_two_sizes_is_refused(layout: KVCacheLayout) -> None:
     config = vllm_config(4)
@@ -244,23 +247,6 @@ def test_a_layout_that_cannot_hold_pages_of_two_sizes_is_refused(layout: KVCache
 
 
 # Tables of one rank.
-
-
-def common(table: list[list[int]], seq_lens: list[int], query_lens: list[int], padded: int = 0) -> Any:
-    """The metadata of a batch, of which some tokens at the end are padding."""
-    starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
-    count = int(starts[-1]) + padded
-    return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        num_reqs=len(seq_lens),
-        num_actual_tokens=count,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        block_table_tensor=torch.tensor(table, dtype=torch.int32),
-        slot_mapping=torch.zeros(count + 2, dtype=torch.int64),
-    )
 
 
 def test_a_replicated_cache_has_a_slot_for_every_token() -> None:

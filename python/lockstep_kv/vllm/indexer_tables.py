@@ -62,7 +62,10 @@ class IndexerTables:
         )
 
     def slot_mapping(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """The slots of a batch's tokens, in the shape of vLLM's own: (padded tokens,), padding PAD."""
+        """The slots of a batch's tokens, in the shape of vLLM's own: (padded tokens,).
+
+        PAD for padding, and for requests that vLLM makes up to warm up: their rows name the null block only.
+        """
         starts, count = common.query_start_loc, common.num_actual_tokens
         token = torch.arange(count, device=common.seq_lens.device)
         request = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp_(max=common.num_reqs - 1)
@@ -70,7 +73,8 @@ class IndexerTables:
         # Tokens behind the last request are padding.
         position = torch.where(token < starts[common.num_reqs], position, PAD)
         mapping = torch.full_like(common.slot_mapping, PAD)
-        mapping[:count] = self.slots(position, common.block_table_tensor[request])
+        slots = self.slots(position, common.block_table_tensor[request])
+        mapping[:count] = torch.where(slots < self.block_size, PAD, slots)
         return mapping
 
     def local_seq_lens(self, seq_lens: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core import kv_cache_utils
+from vllm.config import get_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from lockstep_kv.errors import ConfigError
@@ -15,13 +18,15 @@ from lockstep_kv.vllm import plugin
 from lockstep_kv.vllm.coverage import NotCoveredError
 from lockstep_kv.vllm.hashing import request_block_hasher
 from lockstep_kv.vllm.manager import LockstepKVCacheManager
+from lockstep_kv.vllm.shards import requested_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["PATCHES", "Patch", "apply", "restore"]
 
 _logger = logging.getLogger(plugin.LOGGER)
+_make_groups = parallel_state.initialize_model_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,17 @@ def _new_manager(cls: type[KVCacheManager], *args: Any, **kwargs: Any) -> KVCach
     return object.__new__(cls)
 
 
-def _plain_new(cls: type[KVCacheManager], *_: Any, **__: Any) -> KVCacheManager:
+@functools.wraps(_make_groups)
+def _make_groups_and_shards(*args: Any, **kwargs: Any) -> None:
+    """Make the groups of ranks, and then what indexers of fewer shards than ranks need, before there is a model."""
+    _make_groups(*args, **kwargs)
+    if requested_shards() is not None:
+        from lockstep_kv.vllm import indexer_patches  # noqa: PLC0415 - imports models
+
+        indexer_patches.prepare(get_current_vllm_config())
+
+
+def _plain_new(cls: type[Any], *_: Any, **__: Any) -> Any:
     """Make what is asked for."""
     return object.__new__(cls)
 
@@ -83,38 +98,43 @@ PATCHES = (
         "the engine core has imported the function by name",
         needs_import=False,
     ),
+    Patch(
+        "vllm.distributed.parallel_state",
+        "",
+        "initialize_model_parallel",
+        _make_groups_and_shards,
+        "a worker prepares its indexer's shards, if the switches ask for fewer than ranks; otherwise nothing happens",
+    ),
 )
 
 _MISSING = object()
-_originals: list[tuple[Any, str, Any]] = []
+_applied: list[tuple[Patch, Any, Any]] = []
 
 
-def apply() -> None:
-    """Put all patches in place. Does nothing if they are."""
-    if _originals:
-        return
-    for patch in PATCHES:
+def apply(patches: Sequence[Patch] = PATCHES) -> None:
+    """Put patches in place; those that are stay as they are."""
+    for patch in patches:
         owner = _owner(patch)
-        if owner is not None:
-            _originals.append((owner, patch.name, vars(owner).get(patch.name, _MISSING)))
-            replacement: Any = patch.replacement
-            setattr(owner, patch.name, staticmethod(replacement) if patch.owner else replacement)
+        if owner is None or any(patch is done for done, _, _ in _applied):
+            continue
+        _applied.append((patch, owner, vars(owner).get(patch.name, _MISSING)))
+        replacement: Any = patch.replacement
+        setattr(owner, patch.name, staticmethod(replacement) if patch.name == "__new__" else replacement)
 
 
 def restore() -> None:
     """Take all patches back, for tests that compare with stock in one process."""
-    while _originals:
-        owner, name, original = _originals.pop()
+    while _applied:
+        patch, owner, original = _applied.pop()
         # A class that once had a __new__ of its own needs one for good: object.__new__ would refuse its arguments.
-        setattr(owner, name, staticmethod(_plain_new) if original is _MISSING else original)
+        setattr(owner, patch.name, staticmethod(_plain_new) if original is _MISSING else original)
 
 
 def _owner(patch: Patch) -> Any:
     """The module or class to patch; None if it need not be patched now."""
-    modules = {module.__name__: module for module in (kv_cache_utils, sys.modules[KVCacheManager.__module__])}
-    module = modules.get(patch.module) or sys.modules.get(patch.module)
+    module = sys.modules.get(patch.module)
     if module is None:
-        if patch.needs_import:
-            raise ConfigError(f"vLLM has no module {patch.module}")
-        return None
+        if not patch.needs_import:
+            return None
+        module = importlib.import_module(patch.module)
     return getattr(module, patch.owner) if patch.owner else module

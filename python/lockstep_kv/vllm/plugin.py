@@ -48,8 +48,8 @@ def unsupported_version() -> str | None:
 def register() -> None:
     """Put the patches in place if `LOCKSTEP_KV` asks for it.
 
-    Ends the process with one line if the switch has an unknown value, or if it is `require` and this version of vLLM is
-    not supported: the engine would start without what was asked for.
+    Ends the process with one line if a switch has an unknown value, or if `LOCKSTEP_KV` is `require` and this version
+    of vLLM is not supported: the engine would start without what was asked for.
     """
     try:
         wanted = mode()
@@ -63,6 +63,11 @@ def register() -> None:
             sys.exit(f"lockstep-kv: {reason}")
         _logger.warning("lockstep-kv is off: %s", reason)
         return
-    from lockstep_kv.vllm.patches import apply  # noqa: PLC0415 - imports vLLM
+    from lockstep_kv.vllm import patches, shards  # noqa: PLC0415 - imports vLLM
 
-    apply()
+    shards.register_switches()
+    try:
+        shards.requested_shards()
+    except ValueError as error:
+        sys.exit(f"lockstep-kv: {error}")
+    patches.apply()
