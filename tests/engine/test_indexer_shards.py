@@ -13,6 +13,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 import torch
 import vllm.envs
 from indexer_batches import common, indexer, latent
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.core import kv_cache_utils as planner
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -285,3 +286,29 @@ def test_the_tokens_of_a_batch_find_their_requests() -> None:
     tables = IndexerTables(kernel_block_size=2, ranks=2, shards=1, rank=1)
     batch = common([[3, 4], [7, 0]], seq_lens=[6, 4], query_lens=[1, 3], padded=2)
     assert tables.slot_mapping(batch).tolist() == [4 * 4 + 1, 7 * 4 + 1, 7 * 4 + 2, 7 * 4 + 3, -1, -1, -1, -1]
+
+
+# What a connector sees.
+
+
+@pytest.mark.parametrize(("count", "record"), [(1, 432), (2, 432), (4, 656)])
+def test_offloading_sees_one_group_with_the_bytes_of_both_caches(count: int, record: int) -> None:
+    """One key for a block of both caches: vLLM makes a key for each group, and gives it a row for the bytes of all."""
+    config = vllm_config(4)
+    config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config={}, engine_id="e")
+    config.kv_events_config = None
+    config.use_v2_model_runner = True
+    config.cache_config.cache_dtype = "fp8_ds_mla"
+    config.cache_config.kv_cache_layout = "LBNHC"
+    vars(config.model_config).update(use_mla=True, model="m", dtype=torch.bfloat16)
+    ranks = {"pipeline_parallel_size": 1, "world_size": 4, "rank": 0, "distributed_executor_backend": "mp"}
+    replicas = {"data_parallel_index": 0, "data_parallel_size": 1, "data_parallel_rank_local": None}
+    vars(config.parallel_config).update(ranks, **replicas, nnodes_within_dp=1)
+    planned = plan(config, layers(record, count, 4, latents=3, indexers=2), 10**9)
+    seen = build_offloading_config(config, planned)
+    (group,) = seen.groups
+    assert (group.tokens_per_block, seen.cache.tokens_per_hash) == (256, 256)
+    assert len(group.layer_names) == 5
+    assert seen.worker_kv_bytes_per_block == 3 * 64 * record + 2 * 64 * 132 * (4 // count)
+    assert not seen.replicated_layout
+    assert not seen.parallel.is_parallelism_agnostic

@@ -135,7 +135,8 @@ def test_each_patch_point_is_there_and_fits(patch: patches.Patch) -> None:
     patches.restore()
     module = __import__(patch.module, fromlist=["x"])
     owner = getattr(module, patch.owner) if patch.owner else module
-    original = getattr(owner, patch.name)
+    original = inspect.getattr_static(owner, patch.name)
+    original = original.__func__ if isinstance(original, classmethod) else original
     if patch.name == "__new__":
         assert "__new__" not in inspect.getsource(owner), "vLLM defines none, so that nothing is replaced"
         return

@@ -107,6 +107,29 @@ def prompt_logprobs(llm: LLM) -> Any:
     return generate(llm, ids, max_tokens=3) + generate(llm, ids, max_tokens=3, prompt_logprobs=1)
 
 
+def returning(llm: LLM) -> Any:
+    """Prompts that do not fit the pool together, again in another order, and then several at once."""
+    lengths = {2: 400, 3: 330, 4: 470, 5: 260, 6: 400}
+    found = []
+    for seed in (2, 3, 4, 5, 6, 4, 2, 6, 3, 5):
+        found += generate(llm, [prompt(tokens(seed, lengths[seed]))], max_tokens=12, ignore_eos=True)
+    together = [prompt(tokens(seed, lengths[seed])) for seed in (6, 2, 5, 3)]
+    return found + generate(llm, together, max_tokens=40, ignore_eos=True)
+
+
+def poison(worker: Any) -> None:  # noqa: ARG001 - vLLM calls it with the worker
+    """Overwrite the host tier of a worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    get_kv_transfer_group().connector_worker.worker.pool.memory.fill_(0x3F)
+
+
+def poisoned_host(llm: LLM) -> Any:
+    """As `returning`, with a host tier that holds something else."""
+    llm.collective_rpc(poison)
+    return returning(llm)
+
+
 def short(llm: LLM) -> Any:
     """For engines that take long for a step: prompts that share half, are cut in chunks, grow, and come again."""
     ids = tokens(95, 280)
@@ -156,6 +179,8 @@ SCENES: dict[str, Callable[[LLM], Any]] = {
         several_answers,
         salted,
         prompt_logprobs,
+        returning,
+        poisoned_host,
         short,
         growing,
         long_answers,

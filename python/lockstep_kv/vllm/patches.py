@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import get_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from lockstep_kv.errors import ConfigError
 from lockstep_kv.vllm import plugin
@@ -21,11 +22,12 @@ from lockstep_kv.vllm.manager import LockstepKVCacheManager
 from lockstep_kv.vllm.shards import requested_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["PATCHES", "Patch", "apply", "restore"]
 
 _logger = logging.getLogger(plugin.LOGGER)
+_spec_class = vars(OffloadingSpecFactory)["get_spec_cls"].__func__
 _make_groups = parallel_state.initialize_model_parallel
 
 
@@ -58,6 +60,20 @@ def _new_manager(cls: type[KVCacheManager], *args: Any, **kwargs: Any) -> KVCach
             _logger.info("lockstep-kv manages the KV cache blocks")
             return object.__new__(LockstepKVCacheManager)
     return object.__new__(cls)
+
+
+def _offloading_spec(cls: type[OffloadingSpecFactory], extra_config: Mapping[str, Any]) -> Any:
+    """Offload as vLLM is told to; here if it is not told how and what is asked for is covered."""
+    if "spec_name" not in extra_config and plugin.mode() != "off":
+        from lockstep_kv.vllm.offload_spec import LockstepOffloadingSpec  # noqa: PLC0415 - for offload only
+
+        reason = LockstepOffloadingSpec.not_covered(extra_config)
+        if reason is None:
+            return LockstepOffloadingSpec
+        if plugin.mode() == "require":
+            raise ConfigError(f"{plugin.SWITCH}=require, but {reason}")
+        _logger.warning("lockstep-kv does not offload, vLLM's own offload runs: %s", reason)
+    return _spec_class(cls, extra_config)
 
 
 @functools.wraps(_make_groups)
@@ -99,6 +115,13 @@ PATCHES = (
         needs_import=False,
     ),
     Patch(
+        "vllm.v1.kv_offload.factory",
+        "OffloadingSpecFactory",
+        "get_spec_cls",
+        _offloading_spec,
+        "native offload, as by --kv-offloading-size, runs here unless a spec is named",
+    ),
+    Patch(
         "vllm.distributed.parallel_state",
         "",
         "initialize_model_parallel",
@@ -119,7 +142,11 @@ def apply(patches: Sequence[Patch] = PATCHES) -> None:
             continue
         _applied.append((patch, owner, vars(owner).get(patch.name, _MISSING)))
         replacement: Any = patch.replacement
-        setattr(owner, patch.name, staticmethod(replacement) if patch.name == "__new__" else replacement)
+        if patch.name == "__new__":
+            replacement = staticmethod(replacement)
+        elif isinstance(vars(owner).get(patch.name), classmethod):
+            replacement = classmethod(replacement)
+        setattr(owner, patch.name, replacement)
 
 
 def restore() -> None:
